@@ -1,0 +1,57 @@
+"""The one place that reads environment variables and asks what the machine can do.
+
+| variable | meaning |
+| --- | --- |
+| ``TRITON_INTERPRET=1`` | run Triton kernels in Triton's interpreter (must be set before loraplex is imported) |
+| ``LORAPLEX_DEBUG=1`` | check routing indices that lie on the GPU for their range (synchronises with the host) |
+| ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+
+def is_interpreting() -> bool:
+    """Whether Triton kernels run in the interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def is_debug() -> bool:
+    """Whether to run checks that cost a host synchronisation."""
+    return os.environ.get("LORAPLEX_DEBUG", "0").lower() in ("1", "true", "yes", "on")
+
+
+def tuning_dir() -> Path | None:
+    """Folder of the user's own tuning tables, or None."""
+    value = os.environ.get("LORAPLEX_TUNING_DIR", "")
+    return Path(value) if value else None
+
+
+@functools.lru_cache(maxsize=None)
+def has_triton() -> bool:
+    """Whether triton can be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=None)
+def gpu_arch(index: int) -> str:
+    """Architecture of one GPU as the tuning tables spell it: ``sm_90``, ``gfx942``."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.lru_cache(maxsize=None)
+def num_multiprocessors(index: int) -> int:
+    """Number of multiprocessors of one GPU."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
