@@ -5,6 +5,7 @@
 | ``TRITON_INTERPRET=1`` | run Triton kernels in Triton's interpreter (must be set before loraplex is imported) |
 | ``LORAPLEX_DEBUG=1`` | check routing indices that lie on the GPU for their range (synchronises with the host) |
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
+| ``LORAPLEX_COMMIT`` | commit that result files name where git cannot tell it (a copy of the tree) |
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def tuning_dir() -> Path | None:
     """Folder of the user's own tuning tables, or None."""
     value = os.environ.get("LORAPLEX_TUNING_DIR", "")
     return Path(value) if value else None
+
+
+def commit() -> str:
+    """The commit that whoever copied this tree says it is, or an empty string."""
+    return os.environ.get("LORAPLEX_COMMIT", "")
 
 
 @functools.lru_cache(maxsize=None)
