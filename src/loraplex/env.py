@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 
+@functools.lru_cache(maxsize=None)
 def is_interpreting() -> bool:
-    """Whether Triton kernels run in the interpreter, on CPU tensors."""
+    """Whether Triton kernels run in the interpreter; settled by the first call."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 

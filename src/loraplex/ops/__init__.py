@@ -1,0 +1,1 @@
+"""Public functions: check, choose, allocate, one registered torch op."""

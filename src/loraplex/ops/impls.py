@@ -1,0 +1,81 @@
+"""Which implementation runs: named ones must be able to, ``auto`` picks what the tables say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loraplex import env
+from loraplex.errors import UnsupportedImplError
+from loraplex.tuning import Choice, Problem, choose
+
+TRITON_IMPLS = {
+    "lora_linear": ("fused", "gemm_add"),
+    "add_lora": ("shrink_expand",),
+    "multi_lora": ("shrink_expand", "one_launch"),
+    "matmul": ("tiles",),
+}
+TORCH = Choice("torch", {}, "the torch reference")
+
+
+def names(op: str) -> tuple[str, ...]:
+    """Every value that ``impl`` may have for one op."""
+    return ("auto", "torch", "triton", *TRITON_IMPLS[op])
+
+
+def arch_of(device: torch.device) -> str:
+    """Architecture name for the tuning tables; host tensors have ``cpu``."""
+    return env.gpu_arch(device.index or 0) if device.type == "cuda" else "cpu"
+
+
+def why_no_triton(device: torch.device, dtype: str) -> str:
+    """Why the Triton path cannot run on such tensors; empty if it can."""
+    if not env.has_triton():
+        return "triton is not installed"
+    if dtype == "float64":
+        return "Triton kernels have float32, float16 and bfloat16; float64 is for impl='torch'"
+    if env.is_interpreting():
+        if dtype == "bfloat16":
+            return "Triton's interpreter computes bfloat16 dots wrongly; use float16 or float32"
+        return ""
+    if device.type != "cuda":
+        return "host tensors need Triton's interpreter: set TRITON_INTERPRET=1 before the import"
+    return ""
+
+
+def resolve(problem: Problem, impl: str, device: torch.device) -> Choice:
+    """The choice for one call.
+
+    Raises:
+        ValueError: unknown ``impl``.
+        UnsupportedImplError: an implementation asked for by name that cannot run here.
+    """
+    known = names(problem.op)
+    if impl not in known:
+        raise ValueError(f"impl must be one of {', '.join(known)}, got {impl!r}")
+    if impl == "torch":
+        return TORCH
+    if impl == "auto" and device.type != "cuda":
+        return Choice("torch", {}, f"the torch reference, since tensors are on {device.type}")
+    reason = why_no_triton(device, problem.dtype)
+    if not reason:
+        return choose(problem, "" if impl in ("auto", "triton") else impl)
+    if impl == "auto":
+        return Choice("torch", {}, f"the torch reference: {reason}")
+    raise UnsupportedImplError(f"impl={impl!r} cannot run: {reason}")
+
+
+def precision_of(x: Tensor) -> str:
+    """Precision of a float32 dot, as torch's own matmul has it."""
+    return "tf32" if x.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def has_aligned_rows(tensor: Tensor) -> bool:
+    """Whether rows are dense and start on 16 bytes, so that kernels may load whole vectors."""
+    size = tensor.element_size()
+    return (
+        tensor.stride(1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and tensor.stride(0) * size % 16 == 0
+        and tensor.shape[1] * size % 16 == 0
+    )

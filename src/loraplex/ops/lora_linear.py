@@ -1,0 +1,159 @@
+"""Base GEMM and LoRA together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraplex.checks import check_same, check_shape, check_tensor
+from loraplex.ops.impls import precision_of, resolve
+from loraplex.ops.library import LAYOUT, ROUTED, register
+from loraplex.ops.routed import (
+    Layout,
+    Routed,
+    check_bias,
+    check_routed,
+    layout_of,
+    problem_of,
+    run_expand,
+    run_shrink,
+)
+from loraplex.reference import lora as reference
+from loraplex.routing import Routing
+from loraplex.table import AdapterTable
+from loraplex.tuning import Problem, choose
+from loraplex.tuning.choose import Config
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    table: AdapterTable,
+    routing: Routing,
+    bias: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Linear layer in which every token adds its own adapter, or none.
+
+    Semantics, for row m with adapter l in slice s; rows of index -1 are the base layer::
+
+        y[m] = column_scale[l] * (x[m] @ W.T + scaling[l] * (x[m] @ A[l].T) @ B[l].T)
+               + bias + adapter_bias[l]
+
+    Args:
+        x: [M, K], float32, float16 or bfloat16 (float64 with the torch reference); any strides.
+        weight: [N, K], like ``torch.nn.Linear.weight``; any strides.
+        table: adapters of this layer; routing: adapter of each token.
+        bias: [N] or None.
+        impl: ``"auto"``, ``"torch"``, ``"triton"``, ``"fused"`` (expand on the GEMM's accumulator)
+            or ``"gemm_add"`` (``F.linear``, then :func:`add_lora_`).
+
+    Returns:
+        [M, N] in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, device or shape.
+        UnsupportedImplError: ``impl`` was named and cannot run here.
+
+    Example:
+        >>> import torch, loraplex as lp
+        >>> x, weight = torch.randn(4, 64), torch.randn(32, 64)
+        >>> table = lp.AdapterTable.from_pools(torch.randn(3, 8, 64), torch.randn(3, 32, 8))
+        >>> routing = lp.Routing.from_indices([2, 0, -1, 2], num_adapters=3)
+        >>> lp.lora_linear(x, weight, table, routing).shape
+        torch.Size([4, 32])
+    """
+    check_routed(x, table, routing)
+    check_shape("weight", check_tensor("weight", weight), [table.out_features, x.shape[1]])
+    check_same("weight", weight, "x", x)
+    check_bias(bias, x, table.out_features)
+    y: Tensor = torch.ops.loraplex.lora_linear(
+        x, weight, bias, table.entries, table.storages, routing.indices, routing.places,
+        routing.slots, routing.counts, table.slices, layout_of(table), impl,
+    )  # fmt: skip
+    return y
+
+
+def _lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    entries: Tensor,
+    storages: list[Tensor],
+    indices: Tensor,
+    places: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    slices: list[int],
+    layout: list[int],
+    impl: str,
+) -> Tensor:
+    routed = Routed(
+        entries, storages, indices, places, slots, counts, tuple(slices), Layout(*layout)
+    )
+    problem = problem_of("lora_linear", x, routed, weight)
+    choice = resolve(problem, impl, x.device)
+    if x.shape[0] == 0 or not routed.has_adapters:
+        return F.linear(x, weight, bias)
+    if choice.impl == "torch":
+        adapters = routed.adapters(x.shape[1], x.dtype)
+        return reference.lora_linear(x, weight, adapters, indices, bias)
+    if choice.impl == "gemm_add":
+        y = F.linear(x, weight, bias)
+        run_expand(y, x, bias, routed, choose(_as_add(problem)).configs)
+        return y
+    return _run_fused(x, weight, bias, routed, choice.configs["shrink"], choice.configs["linear"])
+
+
+def _run_fused(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
+) -> Tensor:
+    from loraplex.kernels.lora_linear import launch_lora_linear
+
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    partial = run_shrink(x, routed, shrink)
+    launch_lora_linear(
+        x,
+        weight,
+        bias,
+        y,
+        routed.entries,
+        routed.layout.b_inner_stride,
+        partial,
+        routed.indices,
+        routed.places,
+        routed.slots,
+        routed.counts,
+        slices=routed.slices,
+        rank_multiple=routed.layout.rank_multiple,
+        has_column_scale=bool(routed.layout.has_column_scale),
+        has_adapter_bias=bool(routed.layout.has_bias),
+        num_places=routed.num_places,
+        precision=precision_of(x),
+        block_m=min(config["block_m"], routed.slots.shape[1]),
+        block_n=config["block_n"],
+        block_k=config["block_k"],
+        block_r=config["block_r"],
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )
+    return y
+
+
+def _as_add(problem: Problem) -> Problem:
+    return Problem(
+        "add_lora", problem.m, problem.k, problem.slices, problem.num_adapters, problem.max_rank,
+        problem.dtype, problem.arch, problem.is_vectorizable,
+    )  # fmt: skip
+
+
+def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+register(
+    f"lora_linear(Tensor x, Tensor weight, Tensor? bias, {ROUTED}, {LAYOUT}) -> Tensor",
+    _lora_linear,
+    _fake,
+)

@@ -1,0 +1,200 @@
+"""What the routed ops share: the checks of one call, the table's contents, the two LoRA products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraplex.checks import (
+    check_device,
+    check_dtype,
+    check_same,
+    check_shape,
+    check_tensor,
+    dtype_name,
+)
+from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of
+from loraplex.reference.unpack import SliceLora, unpack_slot
+from loraplex.routing import Routing
+from loraplex.table import AdapterTable
+from loraplex.tuning import Problem
+from loraplex.tuning.choose import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of a table that is fixed for its life, as the list of ints that an op takes."""
+
+    max_rank: int
+    rank_multiple: int
+    a_inner_stride: int
+    b_inner_stride: int
+    has_column_scale: int
+    has_bias: int
+
+
+def layout_of(table: AdapterTable) -> list[int]:
+    """The ints that :class:`Layout` is made from."""
+    return [
+        table.max_rank, table.rank_multiple, table.a_inner_stride, table.b_inner_stride,
+        int(table.has_column_scale), int(table.has_bias),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Table and routing of one call, unpacked from an op's arguments."""
+
+    entries: Tensor
+    storages: Sequence[Tensor]
+    indices: Tensor
+    places: Tensor
+    slots: Tensor
+    counts: Tensor
+    slices: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any row could have an adapter at all."""
+        return self.entries.shape[0] > 0 and self.layout.max_rank > 0
+
+    @property
+    def num_places(self) -> int:
+        """Power of two that holds a tile's distinct adapters."""
+        most = min(self.slots.shape[1], self.entries.shape[0])
+        return max(2, 1 << (most - 1).bit_length())
+
+    def adapters(self, in_features: int, dtype: torch.dtype) -> dict[int, list[SliceLora]]:
+        """Tensors of the adapters that occur, for the reference; reads the indices."""
+        occurring = [int(slot) for slot in self.indices.unique().tolist() if slot >= 0]
+        inner = (self.layout.a_inner_stride, self.layout.b_inner_stride)
+        return {
+            slot: unpack_slot(
+                self.entries[slot].tolist(), self.storages, in_features, self.slices, dtype, inner
+            )
+            for slot in occurring
+        }
+
+
+def check_routed(x: object, table: object, routing: object) -> None:
+    """Require that x, table and routing fit each other.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the rule and the value.
+    """
+    if not isinstance(table, AdapterTable):
+        raise TypeError(f"table must be an AdapterTable, got {type(table).__name__}")
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing must be a Routing, got {type(routing).__name__}")
+    x = check_tensor("x", x)
+    if (
+        x.dtype == table.dtype
+        and x.shape == (routing.num_tokens, table.in_features)
+        and x.device == table.device == routing.device
+        and routing.num_adapters <= table.num_adapters
+    ):
+        return
+    check_shape("x", x, ["M", table.in_features])
+    check_dtype("x", x, (table.dtype,))
+    check_device("x", x, "table", table.device)
+    check_device("routing.indices", routing.indices, "table", table.device)
+    if routing.num_tokens != x.shape[0]:
+        raise ValueError(
+            f"routing must have one index per row of x ({x.shape[0]}), got {routing.num_tokens}"
+        )
+    raise ValueError(
+        f"routing.num_adapters must be at most the table's {table.num_adapters}, "
+        f"got {routing.num_adapters}"
+    )
+
+
+def check_bias(bias: Tensor | None, x: Tensor, out_features: int) -> None:
+    """Require a layer bias [N] like x, or None."""
+    if bias is not None:
+        check_shape("bias", check_tensor("bias", bias), [out_features])
+        check_same("bias", bias, "x", x)
+        if bias.stride(0) != 1 and out_features > 1:
+            raise ValueError(f"bias must be contiguous, got strides {bias.stride()}")
+
+
+def problem_of(op: str, x: Tensor, routed: Routed, weight: Tensor | None = None) -> Problem:
+    """What the choice for one call may depend on."""
+    return Problem(
+        op,
+        m=x.shape[0],
+        k=x.shape[1],
+        slices=routed.slices,
+        num_adapters=routed.entries.shape[0],
+        max_rank=routed.layout.max_rank,
+        dtype=dtype_name(x.dtype),
+        arch=arch_of(x.device),
+        is_vectorizable=(
+            routed.layout.rank_multiple == 8
+            and has_aligned_rows(x)
+            and (weight is None or has_aligned_rows(weight))
+        ),
+    )
+
+
+def run_shrink(x: Tensor, routed: Routed, config: Config) -> Tensor:
+    """x A^T of every token's own adapter, float32 [SPLIT_K, M, S, R_max]; the rest is unwritten."""
+    from loraplex.kernels.shrink import launch_shrink
+
+    shape = (config["split_k"], x.shape[0], len(routed.slices), routed.layout.max_rank)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    most_columns = routed.num_places * -(-routed.layout.max_rank // 16) * 16
+    launch_shrink(
+        x,
+        routed.entries,
+        routed.layout.a_inner_stride,
+        routed.places,
+        routed.slots,
+        routed.counts,
+        partial,
+        rank_multiple=routed.layout.rank_multiple,
+        num_places=routed.num_places,
+        precision=precision_of(x),
+        block_m=min(config["block_m"], routed.slots.shape[1]),
+        block_r=config["block_r"],
+        block_k=config["block_k"],
+        column_programs=min(config["column_programs"], -(-most_columns // config["block_r"])),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )
+    return partial
+
+
+def run_expand(
+    y: Tensor, x: Tensor, bias: Tensor | None, routed: Routed, configs: Mapping[str, Config]
+) -> None:
+    """Shrink, then one expand pass over ``y``."""
+    from loraplex.kernels.expand import launch_expand
+
+    partial = run_shrink(x, routed, configs["shrink"])
+    config = configs["expand"]
+    launch_expand(
+        y,
+        bias,
+        routed.entries,
+        routed.layout.b_inner_stride,
+        partial,
+        routed.indices,
+        routed.places,
+        routed.slots,
+        routed.counts,
+        slices=routed.slices,
+        rank_multiple=routed.layout.rank_multiple,
+        has_column_scale=bool(routed.layout.has_column_scale),
+        has_adapter_bias=bool(routed.layout.has_bias),
+        num_places=routed.num_places,
+        precision=precision_of(x),
+        block_m=min(config["block_m"], routed.slots.shape[1]),
+        block_n=config["block_n"],
+        block_r=config["block_r"],
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )

@@ -1,0 +1,176 @@
+"""Which adapter each token of one step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loraplex import env
+from loraplex.checks import (
+    INDEX_DTYPES,
+    check_dtype,
+    check_index_range,
+    check_int,
+    check_shape,
+)
+
+MAX_TILE_M = 128
+
+
+def tile_height(num_tokens: int) -> int:
+    """Rows per routing tile: the power of two from 16 to 128 that holds the tokens."""
+    return min(MAX_TILE_M, max(16, 1 << max(0, num_tokens - 1).bit_length()))
+
+
+class Routing:
+    """The adapter index of every token of one step, with the distinct adapters of each tile of rows.
+
+    Built once per step and shared by all layers. All buffers keep their addresses, so a CUDA graph
+    captured with this object sees what later :meth:`update_` calls wrote.
+
+    Attributes:
+        indices: int32 [M], the slot of each token, -1 = base only.
+        places: int32 [M], where a token's adapter stands in its tile's list, -1 = base only.
+        slots: int32 [tiles, tile_m], distinct adapters of each tile by first appearance.
+        counts: int32 [tiles], how many of a tile's ``slots`` are valid.
+
+    Example:
+        >>> import torch, loraplex as lp
+        >>> routing = lp.Routing.from_indices(torch.tensor([2, 0, -1, 2]), num_adapters=3)
+        >>> routing.num_tokens, routing.indices.tolist(), routing.places.tolist()
+        (4, [2, 0, -1, 2], [0, 1, -1, 0])
+    """
+
+    def __init__(self, max_tokens: int, num_adapters: int, device: torch.device) -> None:
+        self.max_tokens = max_tokens
+        self.num_adapters = num_adapters
+        self.device = device
+        self.tile_m = tile_height(max_tokens)
+        tiles = -(-max_tokens // self.tile_m)
+        self._indices = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self._places = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self.slots = torch.full((tiles, self.tile_m), -1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros((tiles,), dtype=torch.int32, device=device)
+        self._resize(max_tokens)
+
+    @classmethod
+    def allocate(
+        cls, max_tokens: int, *, num_adapters: int, device: torch.device | str = "cuda"
+    ) -> Routing:
+        """Buffers for up to ``max_tokens`` tokens, all of them base rows until :meth:`update_`.
+
+        Raises:
+            ValueError, TypeError: if a size is no whole number or is negative.
+        """
+        check_int("max_tokens", max_tokens, 0)
+        check_int("num_adapters", num_adapters, 0)
+        return cls(max_tokens, num_adapters, _canonical(torch.device(device)))
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Tensor | Sequence[int],
+        *,
+        num_adapters: int,
+        device: torch.device | str | None = None,
+    ) -> Routing:
+        """Routing of exactly these tokens, on the device of ``indices`` unless another is named.
+
+        Args:
+            indices: int32 or int64 [M] (or a sequence of ints), the slot of each token, -1 = base.
+            num_adapters: L, the number of slots.
+
+        Raises:
+            TypeError, ValueError: wrong dtype or shape; an index outside -1..L-1 (checked for
+                indices in host memory, and on the GPU if ``LORAPLEX_DEBUG=1``).
+        """
+        if not isinstance(indices, Tensor):
+            indices = _host_indices(indices)
+        check_dtype("indices", indices, INDEX_DTYPES)
+        check_shape("indices", indices, ["M"])
+        where = indices.device if device is None else torch.device(device)
+        routing = cls.allocate(indices.shape[0], num_adapters=num_adapters, device=where)
+        routing.update_(indices)
+        return routing
+
+    def update_(self, indices: Tensor | Sequence[int]) -> Routing:
+        """Replace the tokens' adapters in place; no host synchronisation for indices on the device.
+
+        Fewer than ``max_tokens`` indices make ``num_tokens`` smaller, with the same buffers.
+
+        Raises:
+            TypeError, ValueError: as :meth:`from_indices`, or more indices than ``max_tokens``;
+                the routing is unchanged then.
+        """
+        if not isinstance(indices, Tensor):
+            indices = _host_indices(indices)
+        check_dtype("indices", indices, INDEX_DTYPES)
+        check_shape("indices", indices, ["M"])
+        if indices.shape[0] > self.max_tokens:
+            raise ValueError(
+                f"indices must have at most max_tokens = {self.max_tokens} elements, "
+                f"got {indices.shape[0]}"
+            )
+        if indices.device.type == "cpu" or env.is_debug():
+            check_index_range("indices", indices, self.num_adapters)
+        if indices.device != self.device and indices.device.type != "cpu":
+            raise ValueError(
+                f"indices must be in host memory or on the device of the routing ({self.device}), "
+                f"got {indices.device}"
+            )
+        self._resize(indices.shape[0])
+        if indices.shape[0]:
+            self._build(indices.to(self.device, non_blocking=True))
+        return self
+
+    def _resize(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.indices = self._indices[:num_tokens]
+        self.places = self._places[:num_tokens]
+
+    def _build(self, source: Tensor) -> None:
+        if self.device.type == "cuda":
+            from loraplex.kernels.routing import launch_routing
+
+            launch_routing(
+                source, self.indices, self.places, self.slots, self.counts, self.num_adapters,
+                tile_m=self.tile_m,
+            )  # fmt: skip
+        else:
+            build_on_host(source, self.indices, self.places, self.slots, self.counts)
+
+    def __repr__(self) -> str:
+        return (
+            f"Routing(num_tokens={self.num_tokens}, max_tokens={self.max_tokens}, "
+            f"num_adapters={self.num_adapters}, tile_m={self.tile_m}, device={str(self.device)!r})"
+        )
+
+
+def build_on_host(
+    source: Tensor, indices: Tensor, places: Tensor, slots: Tensor, counts: Tensor
+) -> None:
+    """The routing buffers in plain torch, the reference of the kernel."""
+    indices.copy_(source)
+    places.fill_(-1)
+    tile_m = slots.shape[1]
+    for tile, start in enumerate(range(0, indices.shape[0], tile_m)):
+        rows = indices[start : start + tile_m].tolist()
+        order = list(dict.fromkeys(slot for slot in rows if slot >= 0))
+        slots[tile, : len(order)] = torch.tensor(order, dtype=torch.int32)
+        counts[tile] = len(order)
+        place = {slot: number for number, slot in enumerate(order)} | {-1: -1}
+        places[start : start + tile_m] = torch.tensor([place[slot] for slot in rows])
+
+
+def _host_indices(values: Sequence[int]) -> Tensor:
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise TypeError(f"indices must be whole numbers, got {list(values)[:8]!r}")
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _canonical(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,126 @@
+"""The choice of implementation and block sizes for one problem; first matching rule wins."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from loraplex import env
+from loraplex.errors import LoraplexError
+from loraplex.tuning.problem import Problem
+
+OPS = ("lora_linear", "add_lora", "multi_lora", "matmul")
+CONDITIONS = (
+    "dtype", "k", "n", "slices", "min_m", "max_m", "min_k", "max_k", "min_n", "max_n",
+    "max_rank", "max_adapters", "is_vectorizable",
+)  # fmt: skip
+BLOCKS = ("block_m", "block_n", "block_k", "block_r")
+WAYS = ("split_k", "column_programs", "group_m", "num_warps", "num_stages")
+CONFIG_KEYS = frozenset((*BLOCKS, *WAYS))
+KERNELS = ("shrink", "expand", "linear", "matmul", "one_launch")
+
+Config = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run: ``impl``, the block sizes of each kernel it launches, and the reason."""
+
+    impl: str
+    configs: Mapping[str, Config]
+    reason: str
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem, impl: str = "") -> Choice:
+    """First rule that matches, from the table of the architecture, then from the default table.
+
+    Args:
+        impl: only rules for this implementation, any if empty.
+
+    Raises:
+        LoraplexError: if no rule matches, or a table file has an unknown key.
+    """
+    for name, rules in _tables(problem.arch):
+        for number, rule in enumerate(rules.get(problem.op, ())):
+            if (not impl or rule["impl"] == impl) and matches(rule.get("when", {}), problem):
+                configs = {kernel: rule[kernel] for kernel in KERNELS if kernel in rule}
+                return Choice(rule["impl"], configs, f"rule {number} of {problem.op} in {name}")
+    wanted = f" with impl {impl!r}" if impl else ""
+    raise LoraplexError(f"no tuning rule{wanted} matches {problem}")
+
+
+def matches(when: Mapping[str, Any], problem: Problem) -> bool:
+    """Whether all conditions of a rule hold."""
+    facts = {"m": problem.m, "k": problem.k, "n": problem.n}
+    for key, want in when.items():
+        bound, _, name = key.partition("_")
+        if key == "dtype":
+            holds = problem.dtype in want
+        elif key == "slices":
+            holds = list(problem.slices) == want
+        elif key in ("k", "n"):
+            holds = facts[key] == want
+        elif key == "max_rank":
+            holds = problem.max_rank <= want
+        elif key == "max_adapters":
+            holds = problem.num_adapters <= want
+        elif key == "is_vectorizable":
+            holds = problem.is_vectorizable == want
+        else:
+            holds = facts[name] >= want if bound == "min" else facts[name] <= want
+        if not holds:
+            return False
+    return True
+
+
+def check_table(name: str, table: object) -> Mapping[str, list[Mapping[str, Any]]]:
+    """Require the form of a tuning table; unknown keys are errors, so that no rule is lost to a typo.
+
+    Raises:
+        LoraplexError: names the table, the rule and the key.
+    """
+    if not isinstance(table, dict):
+        raise LoraplexError(f"{name} must be an object of ops, got {type(table).__name__}")
+    for op, rules in table.items():
+        if op == "about":
+            continue
+        if op not in OPS:
+            raise LoraplexError(f"{name} has unknown op {op!r}, known are {', '.join(OPS)}")
+        for number, rule in enumerate(rules):
+            where = f"rule {number} of {op} in {name}"
+            if "impl" not in rule:
+                raise LoraplexError(f"{where} has no impl")
+            _check_keys(where, rule, ("impl", "when", "note", *KERNELS))
+            _check_keys(f"{where}, when", rule.get("when", {}), CONDITIONS)
+            for kernel in KERNELS:
+                _check_keys(f"{where}, {kernel}", rule.get(kernel, {}), CONFIG_KEYS)
+    return table
+
+
+def _check_keys(where: str, found: Mapping[str, Any], known: Any) -> None:
+    for key in found:
+        if key not in known:
+            raise LoraplexError(f"{where} has unknown key {key!r}, known are {', '.join(known)}")
+
+
+@functools.cache
+def _tables(arch: str) -> list[tuple[str, Mapping[str, list[Mapping[str, Any]]]]]:
+    found = []
+    own = env.tuning_dir()
+    shipped = resources.files("loraplex.tuning").joinpath("tables")
+    for folder, file in (
+        (own, f"{arch}.json"),
+        (shipped, f"{arch}.json"),
+        (shipped, "default.json"),
+    ):
+        path = folder.joinpath(file) if folder is not None else None
+        if path is not None and path.is_file():
+            name = str(path) if isinstance(folder, Path) and folder is own else file
+            found.append((name, check_table(name, json.loads(path.read_text()))))
+    return found
