@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +22,20 @@ import torch
 def is_interpreting() -> bool:
     """Whether Triton kernels run in the interpreter; settled by the first call."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def use_interpreter() -> None:
+    """Run Triton kernels in the interpreter from here on.
+
+    Raises:
+        RuntimeError: if triton was imported without it; its functions are compiled ones then.
+    """
+    if is_interpreting():
+        return
+    if "triton" in sys.modules:
+        raise RuntimeError("Triton's interpreter must be chosen before triton is imported")
+    os.environ["TRITON_INTERPRET"] = "1"
+    is_interpreting.cache_clear()
 
 
 def is_debug() -> bool:
