@@ -22,13 +22,12 @@ from loraplex.ops.matmul import fused_matmul_expand, matmul
 from loraplex.ops.multi_lora import multi_lora
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
+from loraplex.version import __version__
 
 if TYPE_CHECKING:
     from loraplex.adapters import Adapter, load_adapter
     from loraplex.nn import attach, detach
     from loraplex.pool import AdapterPool
-
-__version__ = "0.1.0"
 
 # rooms that most users of the ops alone never open
 _LATER = {
@@ -53,6 +52,7 @@ __all__ = [
     "UnknownAdapterError",
     "UnsupportedAdapterError",
     "UnsupportedImplError",
+    "__version__",
     "add_lora_",
     "attach",
     "detach",

@@ -2,10 +2,10 @@
 
 | variable | meaning |
 | --- | --- |
-| ``TRITON_INTERPRET=1`` | run Triton kernels in Triton's interpreter (must be set before loraplex is imported) |
-| ``LORAPLEX_DEBUG=1`` | check routing indices that lie on the GPU for their range (synchronises with the host) |
+| ``TRITON_INTERPRET=1`` | run Triton kernels in Triton's interpreter (set before the import) |
+| ``LORAPLEX_DEBUG=1`` | check the range of routing indices on the GPU too (synchronises) |
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
-| ``LORAPLEX_COMMIT`` | commit that result files name where git cannot tell it (a copy of the tree) |
+| ``LORAPLEX_COMMIT`` | commit named in result files where git cannot tell it |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_interpreting() -> bool:
     """Whether Triton kernels run in the interpreter; settled by the first call."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
@@ -54,7 +54,7 @@ def commit() -> str:
     return os.environ.get("LORAPLEX_COMMIT", "")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def has_triton() -> bool:
     """Whether triton can be imported."""
     try:
@@ -64,7 +64,7 @@ def has_triton() -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def gpu_arch(index: int) -> str:
     """Architecture of one GPU as the tuning tables spell it: ``sm_90``, ``gfx942``."""
     properties = torch.cuda.get_device_properties(index)
@@ -73,7 +73,7 @@ def gpu_arch(index: int) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def num_multiprocessors(index: int) -> int:
     """Number of multiprocessors of one GPU."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

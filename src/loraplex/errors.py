@@ -1,4 +1,4 @@
-"""Exceptions of loraplex; wrong arguments of a function are plain ``ValueError`` and ``TypeError``."""
+"""Exceptions of loraplex; wrong arguments are plain ``ValueError`` and ``TypeError``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class UnsupportedImplError(LoraplexError):
 
 
 class AdapterError(LoraplexError):
-    """An adapter folder or file cannot be loaded; says where, what was expected and what was found."""
+    """An adapter folder or file cannot be loaded; says where, what was expected and found."""
 
 
 class UnsupportedAdapterError(AdapterError):

@@ -25,7 +25,7 @@ def tile_height(num_tokens: int) -> int:
 
 
 class Routing:
-    """The adapter index of every token of one step, with the distinct adapters of each tile of rows.
+    """The adapter index of every token of one step, and the distinct adapters of each tile of rows.
 
     Built once per step and shared by all layers. All buffers keep their addresses, so a CUDA graph
     captured with this object sees what later :meth:`update_` calls wrote.

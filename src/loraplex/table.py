@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from loraplex.checks import (
 # One record of eight int64 (64 bytes) per slot and slice; the kernels read the same numbers.
 ENTRY_FIELDS = 8
 A_PTR, A_STRIDE, B_PTR, B_STRIDE, RANK, SCALING, COLUMN_SCALE_PTR, BIAS_PTR = range(ENTRY_FIELDS)
-
-T = TypeVar("T")
 
 
 class AdapterTable:
@@ -135,7 +132,7 @@ class AdapterTable:
             for slot, rank in enumerate(rank_list):
                 check_int(f"ranks[{slot}]", rank, 0, max_rank)
 
-        slot = torch.arange(num_adapters, device=device)
+        number = torch.arange(num_adapters, device=device)
         entries = torch.zeros(
             (num_adapters, len(widths), ENTRY_FIELDS), dtype=torch.int64, device=device
         )
@@ -143,8 +140,8 @@ class AdapterTable:
         start = 0
         for s, width in enumerate(widths):
             row = entries[:, s]
-            a_offset = slot * a_pool.stride(0) + s * max_rank * a_pool.stride(1)
-            b_offset = slot * b_pool.stride(0) + start * b_pool.stride(1)
+            a_offset = number * a_pool.stride(0) + s * max_rank * a_pool.stride(1)
+            b_offset = number * b_pool.stride(0) + start * b_pool.stride(1)
             row[:, A_PTR] = a_pool.data_ptr() + a_offset * size
             row[:, A_STRIDE] = a_pool.stride(1)
             row[:, B_PTR] = b_pool.data_ptr() + b_offset * size
@@ -153,7 +150,7 @@ class AdapterTable:
             row[:, SCALING] = scale_row.view(torch.int32).long() & 0xFFFFFFFF
             for field, extra in ((COLUMN_SCALE_PTR, column_scale), (BIAS_PTR, bias)):
                 if extra is not None:
-                    row[:, field] = extra.data_ptr() + 4 * (slot * extra.stride(0) + start)
+                    row[:, field] = extra.data_ptr() + 4 * (number * extra.stride(0) + start)
             start += width
         table = cls(
             entries,
@@ -323,8 +320,8 @@ class AdapterTable:
             if rank % self.rank_multiple or (self.rank_multiple > 1 and not _is_aligned(tensor)):
                 raise ValueError(
                     f"{name} must have a rank that is a multiple of rank_multiple = "
-                    f"{self.rank_multiple} and 16-byte-aligned rows, got rank {rank} and row stride "
-                    f"{tensor.stride(0)}; allocate the table with rank_multiple=1 for other layouts"
+                    f"{self.rank_multiple} and 16-byte-aligned rows, got rank {rank} and row "
+                    f"stride {tensor.stride(0)}; rank_multiple=1 allows other layouts"
                 )
         return a, b
 
@@ -376,7 +373,7 @@ def _check_rows(name: str, value: Tensor, rows: int, columns: int, device: torch
 
 def _per_slot(
     name: str,
-    value: Tensor | Sequence[T] | None,
+    value: Tensor | Sequence[float] | Sequence[int] | None,
     num_adapters: int,
     default: float,
     device: torch.device,

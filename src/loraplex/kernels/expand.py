@@ -100,7 +100,7 @@ def launch_expand(
     num_warps,
     num_stages,
 ):
-    """Add the adapters' part to ``y`` [M, N] in place; ``bias`` (or None) is what y holds already."""
+    """Add the adapters' part to ``y`` [M, N] in place; ``bias`` or None is what y holds already."""
     num_tokens = y.shape[0]
     column_blocks = sum(triton.cdiv(width, block_n) for width in slices)
     expand_kernel[(triton.cdiv(num_tokens, block_m), column_blocks)](

@@ -25,7 +25,7 @@ def matmul_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o [M, N] = x [M, K] c [K, N] + y [M, R] b [R, N]; R = 0 leaves the second product out."""
-    # which tile: groups of GROUP_M row blocks walk the columns together, so both operands stay in L2
+    # which tile: GROUP_M row blocks walk the columns together, so that both operands stay in L2
     pid = tl.program_id(0)
     row_blocks = tl.cdiv(M, BLOCK_M)
     column_blocks = tl.cdiv(N, BLOCK_N)

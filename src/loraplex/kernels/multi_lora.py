@@ -1,4 +1,4 @@
-"""The one-launch form of the delta: a program per token and block of outputs, nothing in between."""
+"""The delta in one launch: a program per token and block of outputs, nothing in between."""
 
 from __future__ import annotations
 

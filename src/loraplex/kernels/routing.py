@@ -17,7 +17,7 @@ def routing_kernel(
     num_adapters,
     TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """``slots[t]`` = distinct adapters of tile t by first appearance; ``places[m]`` = where row m's is.
+    """``slots[t]`` = distinct adapters of tile t by first appearance; ``places[m]`` there.
 
     source [M] any integer -> indices [M], places [M], slots [T, TILE_M], counts [T].
     """

@@ -50,7 +50,7 @@ def locate_columns(slot, ends, column, PLACES: tl.constexpr):
 
 @triton.jit
 def locate_slice(pid, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slice, its first column, its width and the first column of the tile for one block of outputs."""
+    """Slice, its first column, its width and where in it one block of outputs begins."""
     part = 0
     start = 0
     width = SLICES[0]

@@ -1,4 +1,4 @@
-"""What the routed ops share: the checks of one call, the table's contents, the two LoRA products."""
+"""What the routed ops share: checks of a call, contents of a table, the two LoRA products."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Routed:
 
     def adapters(self, in_features: int, dtype: torch.dtype) -> dict[int, list[SliceLora]]:
         """Tensors of the adapters that occur, for the reference; reads the indices."""
-        occurring = [int(slot) for slot in self.indices.unique().tolist() if slot >= 0]
+        occurring = [int(slot) for slot in torch.unique(self.indices).tolist() if slot >= 0]
         inner = (self.layout.a_inner_stride, self.layout.b_inner_stride)
         return {
             slot: unpack_slot(

@@ -80,7 +80,7 @@ def matches(when: Mapping[str, Any], problem: Problem) -> bool:
 
 
 def check_table(name: str, table: object) -> Mapping[str, list[Mapping[str, Any]]]:
-    """Require the form of a tuning table; unknown keys are errors, so that no rule is lost to a typo.
+    """Require the form of a tuning table; unknown keys are errors, so a typo loses no rule.
 
     Raises:
         LoraplexError: names the table, the rule and the key.
