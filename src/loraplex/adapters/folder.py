@@ -1,0 +1,232 @@
+"""Adapter folders on disk: which file, read how, refused why."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from loraplex.errors import AdapterError, UnsupportedAdapterError
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+MAX_CONFIG_BYTES = 16 << 20
+
+LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
+ZIP_MAGIC = b"PK\x03\x04"
+PICKLE_MAGIC = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder that exists; `label` is what messages call it, `root` the only place it may read."""
+
+    label: str
+    path: str
+    root: str | None = None
+
+    def read_config(self) -> dict[str, Any]:
+        """The parsed adapter_config.json.
+
+        Raises:
+            AdapterError: missing, too large, not UTF-8, not JSON, or no JSON object.
+        """
+        if not os.path.lexists(os.path.join(self.path, CONFIG_NAME)):
+            raise AdapterError(
+                f"{self.label}: not a PEFT adapter folder: no {CONFIG_NAME}{self._hint()}"
+            )
+        data = self._read(CONFIG_NAME, limit=MAX_CONFIG_BYTES)
+        if data.startswith(LFS_MAGIC):
+            raise self._lfs_error(CONFIG_NAME)
+        try:
+            config = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise AdapterError(f"{self.label}: {CONFIG_NAME} is no valid JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise AdapterError(
+                f"{self.label}: {CONFIG_NAME} must hold a JSON object, got {config!r:.80}"
+            )
+        return config
+
+    def read_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, in private memory: later changes of the file cannot reach them.
+
+        Raises:
+            AdapterError: no weights, or a file that is truncated, foreign or corrupt.
+        """
+        if os.path.lexists(os.path.join(self.path, SAFETENSORS_NAME)):
+            return self._read_safetensors()
+        if os.path.lexists(os.path.join(self.path, PICKLE_NAME)):
+            return self._read_pickle()
+        raise AdapterError(
+            f"{self.label}: no {SAFETENSORS_NAME} and no {PICKLE_NAME}{self._hint()}"
+        )
+
+    def _read_safetensors(self) -> dict[str, torch.Tensor]:
+        data = self._read(SAFETENSORS_NAME)
+        try:
+            # From bytes, not by mapping the file: a mapped file that shrinks is a SIGBUS.
+            tensors = safetensors.torch.load(data)
+        except Exception as error:
+            raise self._diagnose(data, error) from None
+        return dict(tensors)
+
+    def _diagnose(self, data: bytes, error: Exception) -> AdapterError:
+        """Why a safetensors file could not be read."""
+        name, size = SAFETENSORS_NAME, len(data)
+        if data.startswith(LFS_MAGIC):
+            return self._lfs_error(name)
+        header = int.from_bytes(data[:8], "little")
+        if size >= 9 and data[8:9] != b"{":
+            if data.startswith((ZIP_MAGIC, *PICKLE_MAGIC)):
+                return AdapterError(
+                    f"{self.label}: {name} holds a torch.save file (a pickle), not safetensors"
+                )
+            return AdapterError(f"{self.label}: {name} is no safetensors file (no JSON header)")
+        if size < 8 or size < 8 + header:
+            return AdapterError(
+                f"{self.label}: {name} is truncated: {size} bytes, "
+                + (f"the header alone takes {8 + header}" if size >= 8 else "not even a header")
+            )
+        try:
+            entries = json.loads(data[8 : 8 + header])
+            ends = [e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"]
+            expected = 8 + header + max(ends, default=0)
+            kinds = {e["dtype"] for k, e in entries.items() if k != "__metadata__"}
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return AdapterError(f"{self.label}: {name} has a corrupt header: {error}")
+        if size < expected:
+            return AdapterError(
+                f"{self.label}: {name} is truncated: {size} bytes, the header promises {expected}"
+            )
+        if isinstance(error, KeyError):
+            return UnsupportedAdapterError(
+                f"{self.label}: {name} has tensors of a dtype torch does not read: {sorted(kinds)}"
+            )
+        return AdapterError(f"{self.label}: {name} is corrupt: {error}")
+
+    def _read_pickle(self) -> dict[str, torch.Tensor]:
+        path = self._contained(PICKLE_NAME)
+        with self._open(path, PICKLE_NAME) as file:
+            size = os.fstat(file.fileno()).st_size
+            if file.read(len(LFS_MAGIC)) == LFS_MAGIC:
+                raise self._lfs_error(PICKLE_NAME)
+            file.seek(0)
+            try:
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                reason = str(error).strip().split("\n")[0]
+                raise AdapterError(
+                    f"{self.label}: {PICKLE_NAME} cannot be read by weights-only loading (it is "
+                    f"damaged, or holds more than tensors): {reason:.300}"
+                ) from None
+        if not isinstance(loaded, dict):
+            raise AdapterError(
+                f"{self.label}: {PICKLE_NAME} must hold a dict of tensors, "
+                f"got {type(loaded).__name__}"
+            )
+        return {key: self._private(key, value, size) for key, value in loaded.items()}
+
+    def _private(self, key: object, value: object, file_size: int) -> torch.Tensor:
+        """A dense CPU tensor that shares no storage with others."""
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise AdapterError(
+                f"{self.label}: {PICKLE_NAME} must map names to tensors, "
+                f"got {key!r:.80}: {type(value).__name__}"
+            )
+        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+            raise AdapterError(f"{self.label}: {PICKLE_NAME}: {key!r:.200} is not a dense tensor")
+        # An expanded view claims more than it stores; copying it would be a memory bomb.
+        if value.numel() * value.element_size() > file_size:
+            raise AdapterError(
+                f"{self.label}: {PICKLE_NAME}: {key!r:.200} claims shape {tuple(value.shape)}, "
+                f"more than the file's {file_size} bytes"
+            )
+        return value.detach().clone(memory_format=torch.contiguous_format)
+
+    def _contained(self, name: str) -> str:
+        path = os.path.realpath(os.path.join(self.path, name))
+        if self.root is not None and not _is_inside(path, self.root):
+            raise AdapterError(f"{self.label}: {name} leads outside the allowed root")
+        return path
+
+    def _open(self, path: str, name: str) -> Any:
+        """Open without blocking on a FIFO, and only a regular file."""
+        try:
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            raise AdapterError(f"{self.label}: cannot open {name}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise AdapterError(f"{self.label}: {name} is not a regular file")
+        return os.fdopen(handle, "rb")
+
+    def _read(self, name: str, limit: int | None = None) -> bytes:
+        with self._open(self._contained(name), name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if limit is not None and size > limit:
+                raise AdapterError(f"{self.label}: {name} has {size} bytes, more than {limit}")
+            data: bytes = file.read()
+        return data
+
+    def _lfs_error(self, name: str) -> AdapterError:
+        return AdapterError(
+            f"{self.label}: {name} looks like an LFS pointer, not the file itself; "
+            "fetch the real file (git lfs pull)"
+        )
+
+    def _hint(self) -> str:
+        """What is there instead; nothing under a root, where names may belong to others."""
+        if self.root is not None:
+            return ""
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError:
+            return ""
+        inner = [n for n in names if os.path.isfile(os.path.join(self.path, n, CONFIG_NAME))]
+        if inner:
+            return f"; there is one in the sub-folder {', '.join(inner[:5])}"
+        return f"; the folder holds {', '.join(names[:8]) or 'nothing'}"
+
+
+def open_folder(
+    path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None
+) -> AdapterFolder:
+    """Find an adapter folder; with `root`, `path` is relative to it and must stay inside it.
+
+    Raises:
+        TypeError: path is no string or PathLike.
+        AdapterError: no such folder, or outside `root`; then the message has no paths in it.
+    """
+    asked = os.fspath(path)
+    if not isinstance(asked, str):
+        raise TypeError(f"path must be a str or PathLike[str], got {asked!r:.80}")
+    label = asked if root is None else f"adapter {asked[:80]!r}"
+    base = None if root is None else os.path.realpath(root)
+    if "\0" in asked or not asked:
+        raise AdapterError(f"path must be a non-empty path without NUL, got {asked[:80]!r}")
+    found = os.path.realpath(asked if base is None else os.path.join(base, asked))
+    if base is not None and not _is_inside(found, base):
+        raise AdapterError(f"{label}: not inside the allowed root")
+    if not _is_folder(found):
+        what = "a file, not a folder" if os.path.isfile(found) else "no such folder"
+        advice = " (loraplex downloads nothing)" if root is None else ""
+        raise AdapterError(f"{label[:300]}: {what}{advice}")
+    return AdapterFolder(label, found, base)
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):  # too long, a loop of links, no permission
+        return False
+
+
+def _is_inside(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip(os.sep) + os.sep)

@@ -1,0 +1,47 @@
+"""``load_adapter``: a PEFT LoRA folder → Adapter."""
+
+from __future__ import annotations
+
+import os
+
+from loraplex.adapters.adapter import Adapter
+from loraplex.adapters.assemble import Assembler
+from loraplex.adapters.folder import open_folder
+from loraplex.adapters.spec import parse_spec
+
+
+def load_adapter(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    root: str | os.PathLike[str] | None = None,
+    allow_modified_base: bool = False,
+) -> Adapter:
+    """Read a PEFT LoRA folder into host memory: all of it, checked, or an error and nothing.
+
+    Semantics::
+
+        scaling = alpha / rank  (alpha / sqrt(rank) with use_rslora), alpha and rank per module
+        delta of a module = scaling * b @ a     # as in the file: fp32, fp16, bf16 bit for bit
+
+    Args:
+        path: a folder with adapter_config.json and adapter_model.safetensors (or .bin, which is
+            read by weights-only loading: no code of the file runs). Nothing is downloaded.
+        strict: refuse tensors with unknown names; False lists them in ``Adapter.ignored``.
+        root: the only folder that may be read from; `path` is then relative to it, and links or
+            ``..`` that lead outside are refused with a message that names no path.
+        allow_modified_base: load PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ adapters, for a base
+            model that holds the changed weights.
+
+    Raises:
+        AdapterError: a folder or file that cannot be loaded; says which, expected and found.
+        UnsupportedAdapterError: a PEFT feature that loraplex does not carry; names it.
+
+    Example:
+        >>> adapter = load_adapter("path/to/peft_folder")  # doctest: +SKIP
+        >>> adapter.modules["model.layers.0.self_attn.q_proj"].scaling  # doctest: +SKIP
+        2.0
+    """
+    folder = open_folder(path, root)
+    spec = parse_spec(folder.read_config(), folder.label, allow_modified_base=allow_modified_base)
+    return Assembler(spec, folder.label).assemble(folder.read_tensors(), strict=strict)
