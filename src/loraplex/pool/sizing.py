@@ -1,0 +1,100 @@
+"""How large the tiers of a pool are, from what the caller asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.adapters import LayerShape
+from loraplex.checks import FLOAT_DTYPES, check_int, dtype_name
+from loraplex.pool.layout import ALIGNMENT, adapter_bytes, choose_page_bytes
+
+TYPICAL_RANK = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a pool's tiers, checked and complete.
+
+    Attributes:
+        page_bytes: unit of memory in every tier.
+        device_bytes: arena, a multiple of the page.
+        host_bytes, disk_bytes: budgets, None for no limit.
+    """
+
+    page_bytes: int
+    device_bytes: int
+    host_bytes: int | None
+    disk_bytes: int | None
+
+
+def choose_sizes(
+    layers: Mapping[str, LayerShape],
+    *,
+    max_adapters: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_bytes: int | None,
+    device_bytes: int | float | None,
+    host_bytes: int | None,
+    disk_bytes: int | None,
+    has_disk: bool,
+) -> Sizes:
+    """Check what was asked for and choose what was not.
+
+    Raises:
+        TypeError, ValueError: an argument breaks the rules that :class:`AdapterPool` states.
+    """
+    check_int("max_adapters", max_adapters, 1)
+    check_int("max_rank", max_rank, 1)
+    if not layers:
+        raise ValueError("layers must name at least one layer, got none")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
+    page = _page_bytes(layers, dtype.itemsize, max_rank, page_bytes)
+    if device_bytes is None:
+        typical = adapter_bytes(layers, min(TYPICAL_RANK, max_rank), dtype.itemsize, page)
+        largest = adapter_bytes(layers, max_rank, dtype.itemsize, page)
+        arena = max(max_adapters * typical, largest)
+    else:
+        arena = _arena_bytes(device_bytes, device) // page * page
+    if arena < page:
+        raise ValueError(f"device_bytes must hold a page of {page} bytes, got {device_bytes}")
+    if host_bytes is not None and check_int("host_bytes", host_bytes, 1) < arena:
+        raise ValueError(f"host_bytes must be at least the arena's {arena} bytes, got {host_bytes}")
+    if disk_bytes is not None:
+        check_int("disk_bytes", disk_bytes, 1)
+        if not has_disk:
+            raise ValueError(f"disk_bytes needs disk_dir, got disk_bytes={disk_bytes} alone")
+    return Sizes(page, arena, host_bytes, disk_bytes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _page_bytes(
+    layers: Mapping[str, LayerShape], element_size: int, max_rank: int, asked: int | None
+) -> int:
+    if asked is None:
+        ranks = sorted({min(rank, max_rank) for rank in (8, 16, 32, 64)})
+        return choose_page_bytes(layers, element_size, ranks)
+    check_int("page_bytes", asked, ALIGNMENT)
+    if asked % ALIGNMENT:
+        raise ValueError(f"page_bytes must be a multiple of {ALIGNMENT}, got {asked}")
+    return asked
+
+
+def _arena_bytes(asked: int | float, device: torch.device) -> int:
+    if isinstance(asked, float):
+        if not 0.0 < asked <= 1.0:
+            raise ValueError(f"device_bytes as a share must be above 0 and at most 1, got {asked}")
+        return int(free_bytes(device) * asked)
+    return check_int("device_bytes", asked, 1)
