@@ -35,7 +35,8 @@ def column_scale(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude
     rows = max(1, SCRATCH_ELEMENTS // max(1, in_features))
     for start in range(0, width, rows):
         block = slice(start, start + rows)
-        merged = weight[block].float().addmm_(b32[block], a32, alpha=scaling)
+        # Out of place: a float32 weight is its own .float(), and it belongs to the model.
+        merged = torch.addmm(weight[block].float(), b32[block], a32, alpha=scaling)
         norm[block] = torch.linalg.vector_norm(merged, dim=1)
     return magnitude.to(torch.float32).cpu() / norm.cpu()
 
