@@ -22,7 +22,7 @@ from loraplex.cli.render import Column, print_table, progress
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Llama-3-8B's gate_up projection at batch 64, and something the interpreter does in a second.
 GPU_SIZE = {"m": 64, "k": 4096, "n": 28672, "r": 8, "warmup": 25, "repeat": 100}
-CPU_SIZE = {"m": 8, "k": 256, "n": 512, "r": 8, "warmup": 1, "repeat": 3}
+CPU_SIZE = {"m": 8, "k": 256, "n": 512, "r": 8, "warmup": 1, "repeat": 9}
 NO_GPU = (
     "No GPU here: a small size on the CPU path. Triton kernels run in the interpreter, which "
     "checks their results; its times say nothing about a GPU."

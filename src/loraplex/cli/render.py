@@ -71,7 +71,7 @@ def format_table(
         return "  ".join(aligned).rstrip()
 
     heads = line([column.title for column in columns])
-    rule = "  ".join("-" * width for width in widths)
+    rule = "  ".join("-" * width for width in widths).rstrip()
     return "\n".join([*([title] if title else []), heads, rule, *(line(row) for row in rows)])
 
 
