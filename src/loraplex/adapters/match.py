@@ -16,7 +16,7 @@ from loraplex.adapters.adapter import (
     TokenRows,
 )
 from loraplex.adapters.prefixes import Renaming, find_renamings, rename
-from loraplex.adapters.shapes import LayerIndex, LayerLora, LayerShape
+from loraplex.adapters.shapes import FUSED_MEMBERS, LayerIndex, LayerLora, LayerShape
 from loraplex.adapters.sorting import sample
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
@@ -298,8 +298,19 @@ class _Matcher:
         )
 
     def _both_sides(self, names: Sequence[str]) -> str:
-        model = sample({*self.layers, *self.parameters}) or "no layers"
-        return f"the adapter has {sample(names)}; the model has {model}"
+        """Samples of both sides, the model's names that look alike first."""
+        wanted = {name.rpartition(".")[2] for name in names}
+        known = sorted({*self.layers, *self.parameters}, key=lambda name: name.count("."))
+        alike = [name for name in known if name.rpartition(".")[2] in wanted]
+        shown = sample(alike or known) if known else "no layers"
+        fused = [
+            f"{parent}.{packed}".removeprefix(".")
+            for parent, _, last in (name.rpartition(".") for name in names)
+            for packed, members in FUSED_MEMBERS.items()
+            if last in members and f"{parent}.{packed}".removeprefix(".") in self.layers
+        ]
+        hint = f"; {fused[0]} is fused: its LayerShape has to name its members" if fused else ""
+        return f"the adapter has {sample(names)}; the model has {shown}{hint}"
 
 
 def warn_about_base(adapter: Adapter, base_model: str) -> None:

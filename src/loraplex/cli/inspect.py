@@ -1,0 +1,266 @@
+"""``loraplex inspect``: what adapter folders hold, and whether they fit a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from loraplex.adapters import (
+    Adapter,
+    EmbeddingLora,
+    LayerShape,
+    ModuleLora,
+    ParameterLora,
+    load_adapter,
+    match,
+)
+from loraplex.cli.render import Column, print_table
+from loraplex.errors import AdapterError
+
+COLUMNS = (
+    Column("adapter"),
+    Column("base model"),
+    Column("rank", True),
+    Column("scale", True),
+    Column("targets"),
+    Column("dtype"),
+    Column("size", True),
+    Column("also"),
+    Column("fits"),
+)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The layers and parameters of a model folder; nothing but its config was read."""
+
+    name: str
+    layers: Mapping[str, LayerShape]
+    parameters: Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Report:
+    """What `inspect` says about one folder; `fits` is None when no model was given."""
+
+    path: str
+    error: str | None = None
+    base_model: str | None = None
+    peft_version: str | None = None
+    ranks: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    targets: dict[str, int] = field(default_factory=dict)
+    dtypes: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    use_rslora: bool = False
+    features: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    fits: bool | None = None
+    why_not: str | None = None
+    renaming: list[str] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the folder cannot be loaded or does not fit."""
+        return self.error is not None or self.fits is False
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what an adapter folder holds",
+        description="Load PEFT LoRA folders as the library would and show their targets, ranks, "
+        "scales, dtype and bytes; with --model, whether they fit that model and why not.",
+        epilog="Exit codes: 0 all can be loaded (and fit), 1 some cannot, 2 wrong usage or input.",
+    )
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="a PEFT adapter folder")
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder; only its config.json is read (extra: hf)"
+    )
+    parser.add_argument(
+        "--lenient", action="store_true", help="ignore tensors and parts that match nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inspect the folders."""
+    model = None if args.model is None else read_model(args.model)
+    reports = [inspect_folder(path, model, strict=not args.lenient) for path in args.folders]
+    if args.json:
+        print(json.dumps([asdict(report) for report in reports], indent=2))
+    else:
+        _print(reports)
+    return 1 if any(report.is_bad for report in reports) else 0
+
+
+def inspect_folder(path: str, model: ModelShapes | None, *, strict: bool = True) -> Report:
+    """Load one folder and say what it holds; a folder that cannot be loaded is a report too."""
+    report = Report(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            adapter = load_adapter(path, strict=strict)
+        except AdapterError as error:
+            report.error = str(error)
+        else:
+            _describe(report, adapter)
+            if model is not None:
+                _fit(report, adapter, model, strict=strict)
+    report.notes = list(dict.fromkeys(str(warning.message) for warning in caught))
+    return report
+
+
+def _describe(report: Report, adapter: Adapter) -> None:
+    spec = adapter.spec
+    parts: list[ModuleLora | EmbeddingLora | ParameterLora] = [
+        *adapter.modules.values(),
+        *adapter.embeddings.values(),
+        *adapter.parameters.values(),
+    ]
+    report.base_model, report.peft_version = spec.base_model, spec.peft_version
+    report.ranks = sorted({part.rank for part in parts})
+    report.scales = sorted({part.scaling for part in parts})
+    report.targets = dict(sorted(Counter(part.name.rpartition(".")[2] for part in parts).items()))
+    report.dtypes = [str(dtype).removeprefix("torch.") for dtype in adapter.dtypes]
+    report.num_bytes = adapter.num_bytes
+    report.use_rslora = spec.use_rslora
+    report.features = sorted(adapter.features)
+    report.ignored = list(adapter.ignored)
+
+
+def _fit(report: Report, adapter: Adapter, model: ModelShapes, *, strict: bool) -> None:
+    try:
+        matching = match(
+            adapter,
+            model.layers,
+            parameters=model.parameters,
+            base_model=model.name,
+            strict=strict,
+        )
+    except AdapterError as error:
+        report.fits, report.why_not = False, str(error)
+        return
+    report.fits = True
+    report.renaming = None if matching.renaming is None else list(matching.renaming)
+    report.ignored += matching.ignored
+
+
+def read_model(path: str) -> ModelShapes:
+    """Layers and parameter shapes of a model folder, built without weights.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: no config.json, or one that transformers cannot build a model from.
+    """
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"--model must be a folder with a config.json, got {path!r}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError("--model needs transformers: pip install 'loraplex[hf]'") from error
+    import torch
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"--model {path}: {error}") from error
+    layers: dict[str, LayerShape] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            layers[name] = _layer_shape(name, layer.in_features, layer.out_features, config)
+        elif type(layer).__name__ == "Conv1D":
+            layers[name] = LayerShape.plain(*layer.weight.shape)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return ModelShapes(getattr(config, "_name_or_path", "") or path, layers, shapes)
+
+
+def _layer_shape(name: str, in_features: int, out_features: int, config: Any) -> LayerShape:
+    """Phi-3's fused projections also take adapters of split ones; all others are plain."""
+    last = name.rpartition(".")[2]
+    heads = getattr(config, "num_attention_heads", None)
+    if last == "qkv_proj" and heads:
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        slices = (heads * width, groups * width, groups * width)
+        if sum(slices) == out_features:
+            return LayerShape(in_features, slices, ("q_proj", "k_proj", "v_proj"))
+    if last == "gate_up_proj" and out_features % 2 == 0:
+        half = out_features // 2
+        return LayerShape(in_features, (half, half), ("gate_proj", "up_proj"))
+    return LayerShape.plain(in_features, out_features)
+
+
+def _print(reports: list[Report]) -> None:
+    labels = _short_labels([report.path for report in reports])
+    rows = [_row(label, report) for label, report in zip(labels, reports, strict=True)]
+    bad = [number for number, report in enumerate(reports) if report.is_bad]
+    print_table(COLUMNS, rows, bad_rows=bad)
+    for label, report in zip(labels, reports, strict=True):
+        said = [report.error, report.why_not, *report.notes]
+        if report.renaming is not None:
+            said.append("prefix {!r} in the adapter is {!r} in the model".format(*report.renaming))
+        if report.ignored:
+            said.append(f"ignored: {', '.join(report.ignored[:8])}")
+        for text in filter(None, said):
+            print(f"{label}: {text.removeprefix(f'{report.path}: ')}")
+
+
+def _row(label: str, report: Report) -> list[str]:
+    if report.error is not None:
+        return [label, "", "", "", "", "", "", "", "cannot be loaded"]
+    also = (["rslora"] if report.use_rslora else []) + report.features
+    fits = {None: "", True: "yes", False: "no"}[report.fits]
+    return [
+        label,
+        report.base_model or "?",
+        _span(report.ranks, "d"),
+        _span(report.scales, ".4g"),
+        _targets(report.targets),
+        ", ".join(report.dtypes),
+        _size(report.num_bytes),
+        ", ".join(also),
+        fits,
+    ]
+
+
+def _span(values: list[Any], spec: str) -> str:
+    """``8`` or ``4..16``."""
+    ends = [format(value, spec) for value in values[:1] + values[-1:]]
+    return "..".join(dict.fromkeys(ends))
+
+
+def _targets(targets: Mapping[str, int]) -> str:
+    """``q_proj, v_proj ×12``, grouped by how often a target occurs."""
+    groups: dict[int, list[str]] = {}
+    for name, count in targets.items():
+        groups.setdefault(count, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)}{f' ×{count}' if count > 1 else ''}"
+        for count, names in sorted(groups.items(), reverse=True)
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Three digits and a unit."""
+    power = min(int(math.log(max(num_bytes, 1), 1000)), 4)
+    number = num_bytes / 1000**power
+    return f"{number:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _short_labels(paths: Iterable[str]) -> list[str]:
+    """Folder names where they are distinct, else the whole paths."""
+    paths = list(paths)
+    names = [os.path.basename(os.path.normpath(path)) for path in paths]
+    return names if len(set(names)) == len(names) else paths
