@@ -19,6 +19,9 @@ RANK_MULTIPLE = 8
 
 SMALLEST_PAGE, LARGEST_PAGE = 4 << 10, 2 << 20
 
+MOST_WASTE = 1 / 16
+"""Share of an adapter's bytes that its pages may add, for adapters of all layers."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -129,17 +132,17 @@ def adapter_bytes(
 def choose_page_bytes(
     layers: Mapping[str, LayerShape], element_size: int, ranks: Sequence[int]
 ) -> int:
-    """The page size, a power of two, that wastes least over adapters of these ranks.
+    """The largest power of two that wastes at most ``MOST_WASTE`` on adapters of these ranks.
 
-    Pages within two per cent of the best are taken as equal and the largest wins, because
-    large pages make for few, long copies.
+    Large pages make for few, long copies. If no page is that good, the least wasteful one.
     """
-    sizes = [matrix_sizes(layers.values(), rank, element_size) for rank in ranks]
     waste: dict[int, float] = {}
-    page_bytes = SMALLEST_PAGE
-    while page_bytes <= LARGEST_PAGE:
-        used = [lay_out(s, page_bytes).num_bytes for s in sizes]
-        waste[page_bytes] = sum(u / sum(s) for u, s in zip(used, sizes, strict=True)) / len(sizes)
-        page_bytes *= 2
-    best = min(waste.values())
-    return max(page for page, value in waste.items() if value <= best + 0.02)
+    page_bytes = LARGEST_PAGE
+    while page_bytes >= SMALLEST_PAGE:
+        sizes = [matrix_sizes(layers.values(), rank, element_size) for rank in ranks]
+        used = [lay_out(pieces, page_bytes).num_bytes for pieces in sizes]
+        waste[page_bytes] = max(u / sum(s) - 1.0 for u, s in zip(used, sizes, strict=True))
+        if waste[page_bytes] <= MOST_WASTE:
+            return page_bytes
+        page_bytes //= 2
+    return min(waste, key=lambda page: waste[page])
