@@ -15,6 +15,7 @@ from loraplex.checks import (
     check_int,
     check_shape,
 )
+from loraplex.reference.routing import PLAN_HEADER, build_routing, item_height, plan_width
 
 MAX_TILE_M = 128
 
@@ -33,8 +34,8 @@ class Routing:
     Attributes:
         indices: int32 [M], the slot of each token, -1 = base only.
         places: int32 [M], where a token's adapter stands in its tile's list, -1 = base only.
-        slots: int32 [tiles, tile_m], distinct adapters of each tile by first appearance.
-        counts: int32 [tiles], how many of a tile's ``slots`` are valid.
+        plan: int32 [tiles, ...], what kernels read per tile of ``tile_m`` rows: the distinct
+            adapters, the rows of each, and the work items (:mod:`loraplex.kernels.routing`).
 
     Example:
         >>> import torch, loraplex as lp
@@ -51,8 +52,7 @@ class Routing:
         tiles = -(-max_tokens // self.tile_m)
         self._indices = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
         self._places = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
-        self.slots = torch.full((tiles, self.tile_m), -1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((tiles,), dtype=torch.int32, device=device)
+        self.plan = torch.zeros((tiles, plan_width(self.tile_m)), dtype=torch.int32, device=device)
         self._resize(max_tokens)
 
     @classmethod
@@ -130,38 +130,32 @@ class Routing:
         self.indices = self._indices[:num_tokens]
         self.places = self._places[:num_tokens]
 
+    @property
+    def counts(self) -> Tensor:
+        """int32 [tiles], how many distinct adapters each tile has."""
+        return self.plan[:, 0]
+
+    @property
+    def slots(self) -> Tensor:
+        """int32 [tiles, tile_m], the distinct adapters, by first appearance; ``counts`` are valid."""
+        return self.plan[:, PLAN_HEADER : PLAN_HEADER + self.tile_m]
+
     def _build(self, source: Tensor) -> None:
         if self.device.type == "cuda":
             from loraplex.kernels.routing import launch_routing
 
             launch_routing(
-                source, self.indices, self.places, self.slots, self.counts, self.num_adapters,
-                tile_m=self.tile_m,
+                source, self.indices, self.places, self.plan, self.num_adapters,
+                tile_m=self.tile_m, item_m=item_height(self.tile_m),
             )  # fmt: skip
         else:
-            build_on_host(source, self.indices, self.places, self.slots, self.counts)
+            build_routing(source, self.indices, self.places, self.plan)
 
     def __repr__(self) -> str:
         return (
             f"Routing(num_tokens={self.num_tokens}, max_tokens={self.max_tokens}, "
             f"num_adapters={self.num_adapters}, tile_m={self.tile_m}, device={str(self.device)!r})"
         )
-
-
-def build_on_host(
-    source: Tensor, indices: Tensor, places: Tensor, slots: Tensor, counts: Tensor
-) -> None:
-    """The routing buffers in plain torch, the reference of the kernel."""
-    indices.copy_(source)
-    places.fill_(-1)
-    tile_m = slots.shape[1]
-    for tile, start in enumerate(range(0, indices.shape[0], tile_m)):
-        rows = indices[start : start + tile_m].tolist()
-        order = list(dict.fromkeys(slot for slot in rows if slot >= 0))
-        slots[tile, : len(order)] = torch.tensor(order, dtype=torch.int32)
-        counts[tile] = len(order)
-        place = {slot: number for number, slot in enumerate(order)} | {-1: -1}
-        places[start : start + tile_m] = torch.tensor([place[slot] for slot in rows])
 
 
 def _host_indices(values: Sequence[int]) -> Tensor:

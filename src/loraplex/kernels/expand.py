@@ -17,8 +17,7 @@ def expand_kernel(
     partial_ptr, stride_pk, stride_pm, stride_ps,
     indices_ptr,
     places_ptr,
-    slots_ptr,
-    counts_ptr,
+    plan_ptr,
     num_tokens,
     SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -41,7 +40,8 @@ def expand_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     part, start, width, first = locate_slice(tl.program_id(1), SLICES, BLOCK_N)
     column = first + tl.arange(0, BLOCK_N)
-    if tl.load(counts_ptr + tl.program_id(0) * BLOCK_M // TILE_M) == 0:
+    tile = tl.program_id(0) * BLOCK_M // TILE_M
+    if tl.load(plan_ptr + tile * (16 + 3 * TILE_M)) == 0:
         return
 
     delta = expand_tile(
@@ -50,8 +50,7 @@ def expand_kernel(
         stride_br,
         partial_ptr, stride_pk, stride_pm, stride_ps,
         places_ptr,
-        slots_ptr,
-        counts_ptr,
+        plan_ptr,
         num_tokens, row, column, part, width,
         SPLIT_K, RANK_MULTIPLE, TILE_M, PLACES, BLOCK_R,
         y_ptr.dtype.element_ty, PRECISION,
@@ -85,13 +84,13 @@ def launch_expand(
     partial,
     indices,
     places,
-    slots,
-    counts,
+    plan,
     *,
     slices,
     rank_multiple,
     has_column_scale,
     has_adapter_bias,
+    tile_m,
     num_places,
     precision,
     block_m,
@@ -111,8 +110,7 @@ def launch_expand(
         partial, partial.stride(0), partial.stride(1), partial.stride(2),
         indices,
         places,
-        slots,
-        counts,
+        plan,
         num_tokens,
         SLICES=slices,
         SPLIT_K=partial.shape[0],
@@ -120,7 +118,7 @@ def launch_expand(
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,
         HAS_ADAPTER_BIAS=has_adapter_bias,
-        TILE_M=slots.shape[1],
+        TILE_M=tile_m,
         PLACES=num_places,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

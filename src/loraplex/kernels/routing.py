@@ -1,4 +1,7 @@
-"""Which adapters occur in each tile of rows, found in one launch without a sort."""
+"""Which adapters occur in each tile of rows, and which rows each has, in one launch, unsorted.
+
+The layout of the plan is described in :mod:`loraplex.reference.routing`.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +14,67 @@ def routing_kernel(
     source_ptr, stride_source,
     indices_ptr,
     places_ptr,
-    slots_ptr,
-    counts_ptr,
+    plan_ptr,
     num_tokens,
     num_adapters,
     TILE_M: tl.constexpr,
+    ITEM_M: tl.constexpr,
 ):  # fmt: skip
-    """``slots[t]`` = distinct adapters of tile t by first appearance; ``places[m]`` there.
-
-    source [M] any integer -> indices [M], places [M], slots [T, TILE_M], counts [T].
-    """
+    """source [M], any integers -> indices [M], places [M], plan [T, 16 + 3 TILE_M]."""
     # which tile
     tile = tl.program_id(0)
     lane = tl.arange(0, TILE_M)
     row = tile * TILE_M + lane
-    index = tl.load(source_ptr + row.to(tl.int64) * stride_source, mask=row < num_tokens, other=-1)
-    index = index.to(tl.int32)
+    in_rows = row < num_tokens
+    index = tl.load(source_ptr + row.to(tl.int64) * stride_source, mask=in_rows, other=-1)
     # an index that no check has seen must not become a wild address: such a row is a base row
-    index = tl.where((index >= 0) & (index < num_adapters), index, -1)
+    index = tl.where((index >= 0) & (index < num_adapters), index, -1).to(tl.int32)
 
     # the first row of each adapter leads it; leaders are numbered from the top
-    same = (index[:, None] == index[None, :]) & (lane[None, :] < lane[:, None])
-    is_leader = (tl.sum(same.to(tl.int32), axis=1) == 0) & (index >= 0)
+    is_same = index[:, None] == index[None, :]
+    is_earlier = lane[None, :] < lane[:, None]
+    earlier = tl.sum((is_same & is_earlier).to(tl.int32), axis=1)
+    is_leader = (earlier == 0) & (index >= 0)
+    count = tl.sum(is_leader.to(tl.int32), axis=0)
     number = tl.cumsum(is_leader.to(tl.int32), axis=0) - 1
-    leads = (index[:, None] == index[None, :]) & is_leader[None, :]
-    place = tl.sum(tl.where(leads, number[None, :], 0), axis=1)
-    place = tl.where(index >= 0, place, -1)
+    place = tl.sum(tl.where(is_same & is_leader[None, :], number[None, :], 0), axis=1)
+    tl.store(indices_ptr + row, index, mask=in_rows)
+    tl.store(places_ptr + row, tl.where(index >= 0, place, -1), mask=in_rows)
 
-    tl.store(indices_ptr + row, index, mask=row < num_tokens)
-    tl.store(places_ptr + row, place, mask=row < num_tokens)
-    tl.store(slots_ptr + tile * TILE_M + number, index, mask=is_leader)
-    tl.store(counts_ptr + tile, tl.sum(is_leader.to(tl.int32), axis=0))
+    # rows grouped by place; base rows and rows past the end come last
+    group = tl.where(index >= 0, place, count)
+    is_member = (group[None, :] == lane[:, None]) & in_rows[None, :]
+    size = tl.sum(is_member.to(tl.int32), axis=1)
+    start = tl.cumsum(size, axis=0) - size
+    group_start = tl.sum(tl.where(group[:, None] == lane[None, :], start[None, :], 0), axis=1)
+    base = plan_ptr + tile * (16 + 3 * TILE_M)
+    tl.store(base + 16 + number, index, mask=is_leader)
+    tl.store(base + 16 + TILE_M + group_start + earlier, row, mask=in_rows)
+
+    # items: each group in pieces of ITEM_M rows
+    pieces = (size + ITEM_M - 1) // ITEM_M
+    first_item = tl.cumsum(pieces, axis=0) - pieces
+    for piece in tl.static_range((TILE_M + ITEM_M - 1) // ITEM_M):
+        rest = tl.minimum(size - piece * ITEM_M, ITEM_M)
+        packed = (lane << 16) | ((start + piece * ITEM_M) << 8) | rest
+        if piece == 0:
+            packed |= 1 << 15
+        tl.store(base + 16 + 2 * TILE_M + first_item + piece, packed, mask=piece < pieces)
+    tl.store(base, count)
+    tl.store(base + 1, tl.sum(pieces, axis=0))
 
 
-def launch_routing(source, indices, places, slots, counts, num_adapters, *, tile_m):
+def launch_routing(source, indices, places, plan, num_adapters, *, tile_m, item_m):
     """Fill the routing buffers of ``source.shape[0]`` rows; tiles past them keep what they had."""
     num_tokens = source.shape[0]
     routing_kernel[(triton.cdiv(num_tokens, tile_m),)](
         source, source.stride(0),
         indices,
         places,
-        slots,
-        counts,
+        plan,
         num_tokens,
         num_adapters,
         TILE_M=tile_m,
+        ITEM_M=item_m,
         num_warps=4,
     )  # fmt: skip

@@ -17,8 +17,7 @@ ENTRY_FIELDS = tl.constexpr(8)
 @triton.jit
 def load_places(
     entries_ptr, stride_el,
-    slots_ptr,
-    counts_ptr,
+    plan_ptr,
     tile,
     part,
     TILE_M: tl.constexpr,
@@ -26,8 +25,9 @@ def load_places(
 ):  # fmt: skip
     """Slots [PLACES] of a tile's adapters, and where each one's chunks end."""
     place = tl.arange(0, PLACES)
-    count = tl.load(counts_ptr + tile)
-    slot = tl.load(slots_ptr + tile * TILE_M + place, mask=place < count, other=0)
+    plan = plan_ptr + tile * (16 + 3 * TILE_M)
+    count = tl.load(plan)
+    slot = tl.load(plan + 16 + place, mask=place < count, other=0)
     entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
     rank = tl.load(entry_ptr + 4, mask=place < count, other=0).to(tl.int32)
     ends = tl.cumsum((rank + CHUNK - 1) // CHUNK, axis=0)
@@ -76,8 +76,7 @@ def expand_tile(
     stride_br,
     partial_ptr, stride_pk, stride_pm, stride_ps,
     places_ptr,
-    slots_ptr,
-    counts_ptr,
+    plan_ptr,
     num_tokens,
     row,
     column,
@@ -97,9 +96,7 @@ def expand_tile(
     partial [SPLIT_K, M, S, R_max] float32 holds x A^T in planes that are summed in order.
     """
     tile = tl.min(row, axis=0) // TILE_M
-    slot, ends = load_places(
-        entries_ptr, stride_el, slots_ptr, counts_ptr, tile, part, TILE_M, PLACES
-    )
+    slot, ends = load_places(entries_ptr, stride_el, plan_ptr, tile, part, TILE_M, PLACES)
     row_place = tl.load(places_ptr + row, mask=row < num_tokens, other=-1)
     v_row = row.to(tl.int64) * stride_pm + part * stride_ps
     lane = tl.arange(0, BLOCK_R)

@@ -71,8 +71,8 @@ def add_lora_(
             check_no_overlap("y", y)
         check_disjoint("y", y, "x", x)
     torch.ops.loraplex.add_lora_(
-        y, x, bias, table.entries, table.storages, routing.indices, routing.places, routing.slots,
-        routing.counts, table.slices, layout_of(table), impl,
+        y, x, bias, table.entries, table.storages, routing.indices, routing.places, routing.plan,
+        table.slices, layout_of(table), impl,
     )  # fmt: skip
     return y
 
@@ -85,15 +85,12 @@ def _add_lora_(
     storages: list[Tensor],
     indices: Tensor,
     places: Tensor,
-    slots: Tensor,
-    counts: Tensor,
+    plan: Tensor,
     slices: list[int],
     layout: list[int],
     impl: str,
 ) -> None:
-    routed = Routed(
-        entries, storages, indices, places, slots, counts, tuple(slices), Layout(*layout)
-    )
+    routed = Routed(entries, storages, indices, places, plan, tuple(slices), Layout(*layout))
     choice = resolve(problem_of("add_lora", x, routed), impl, x.device)
     if x.shape[0] == 0 or not routed.has_adapters:
         return

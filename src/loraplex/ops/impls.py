@@ -10,7 +10,7 @@ from loraplex.errors import UnsupportedImplError
 from loraplex.tuning import Choice, Problem, choose
 
 TRITON_IMPLS = {
-    "lora_linear": ("fused", "gemm_add"),
+    "lora_linear": ("fused", "decode", "gemm_add"),
     "add_lora": ("shrink_expand",),
     "multi_lora": ("shrink_expand", "one_launch"),
     "matmul": ("tiles",),
@@ -68,6 +68,14 @@ def resolve(problem: Problem, impl: str, device: torch.device) -> Choice:
 def precision_of(x: Tensor) -> str:
     """Precision of a float32 dot, as torch's own matmul has it."""
     return "tf32" if x.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before its predecessor ends (programmatic dependent launch)."""
+    arch = arch_of(device)
+    return (
+        arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90 and not env.is_interpreting()
+    )
 
 
 def has_aligned_rows(tensor: Tensor) -> bool:

@@ -8,9 +8,7 @@ import torch
 
 _library = torch.library.Library("loraplex", "DEF")
 
-ROUTED = (
-    "Tensor entries, Tensor[] storages, Tensor indices, Tensor places, Tensor slots, Tensor counts"
-)
+ROUTED = "Tensor entries, Tensor[] storages, Tensor indices, Tensor places, Tensor plan"
 LAYOUT = "int[] slices, int[] layout, str impl"
 
 

@@ -62,8 +62,8 @@ def multi_lora(
     routing = Routing.from_indices(indices, num_adapters=table.num_adapters, device=device)
     check_routed(x, table, routing)
     d: Tensor = torch.ops.loraplex.multi_lora(
-        x, table.entries, table.storages, routing.indices, routing.places, routing.slots,
-        routing.counts, table.slices, layout_of(table), impl,
+        x, table.entries, table.storages, routing.indices, routing.places, routing.plan,
+        table.slices, layout_of(table), impl,
     )  # fmt: skip
     return d
 
@@ -74,15 +74,12 @@ def _multi_lora(
     storages: list[Tensor],
     indices: Tensor,
     places: Tensor,
-    slots: Tensor,
-    counts: Tensor,
+    plan: Tensor,
     slices: list[int],
     layout: list[int],
     impl: str,
 ) -> Tensor:
-    routed = Routed(
-        entries, storages, indices, places, slots, counts, tuple(slices), Layout(*layout)
-    )
+    routed = Routed(entries, storages, indices, places, plan, tuple(slices), Layout(*layout))
     choice = resolve(problem_of("multi_lora", x, routed), impl, x.device)
     if x.shape[0] == 0 or not routed.has_adapters:
         return x.new_zeros(x.shape[0], sum(slices))
@@ -121,8 +118,7 @@ def _fake(
     storages: list[Tensor],
     indices: Tensor,
     places: Tensor,
-    slots: Tensor,
-    counts: Tensor,
+    plan: Tensor,
     slices: list[int],
     layout: list[int],
     impl: str,

@@ -17,6 +17,7 @@ from loraplex.checks import (
     dtype_name,
 )
 from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of
+from loraplex.reference.routing import PLAN_HEADER, item_height
 from loraplex.reference.unpack import SliceLora, unpack_slot
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
@@ -52,8 +53,7 @@ class Routed:
     storages: Sequence[Tensor]
     indices: Tensor
     places: Tensor
-    slots: Tensor
-    counts: Tensor
+    plan: Tensor
     slices: tuple[int, ...]
     layout: Layout
 
@@ -63,10 +63,21 @@ class Routed:
         return self.entries.shape[0] > 0 and self.layout.max_rank > 0
 
     @property
+    def tile_m(self) -> int:
+        """Rows of a routing tile."""
+        return (self.plan.shape[1] - PLAN_HEADER) // 3
+
+    @property
     def num_places(self) -> int:
         """Power of two that holds a tile's distinct adapters."""
-        most = min(self.slots.shape[1], self.entries.shape[0])
+        most = min(self.tile_m, self.entries.shape[0])
         return max(2, 1 << (most - 1).bit_length())
+
+    @property
+    def num_items(self) -> int:
+        """Most work items a tile can have; one group more than adapters, for the base rows."""
+        pieces = self.tile_m // item_height(self.tile_m)
+        return min(self.tile_m, pieces + self.entries.shape[0] + 1)
 
     def adapters(self, in_features: int, dtype: torch.dtype) -> dict[int, list[SliceLora]]:
         """Tensors of the adapters that occur, for the reference; reads the indices."""
@@ -146,22 +157,19 @@ def run_shrink(x: Tensor, routed: Routed, config: Config) -> Tensor:
 
     shape = (config["split_k"], x.shape[0], len(routed.slices), routed.layout.max_rank)
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    most_columns = routed.num_places * -(-routed.layout.max_rank // 16) * 16
     launch_shrink(
         x,
         routed.entries,
         routed.layout.a_inner_stride,
-        routed.places,
-        routed.slots,
-        routed.counts,
+        routed.plan,
         partial,
+        tile_m=routed.tile_m,
+        item_m=item_height(routed.tile_m),
+        num_items=routed.num_items,
         rank_multiple=routed.layout.rank_multiple,
-        num_places=routed.num_places,
         precision=precision_of(x),
-        block_m=min(config["block_m"], routed.slots.shape[1]),
-        block_r=config["block_r"],
+        block_r=min(config["block_r"], max(16, 1 << (routed.layout.max_rank - 1).bit_length())),
         block_k=config["block_k"],
-        column_programs=min(config["column_programs"], -(-most_columns // config["block_r"])),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )
@@ -184,15 +192,15 @@ def run_expand(
         partial,
         routed.indices,
         routed.places,
-        routed.slots,
-        routed.counts,
+        routed.plan,
         slices=routed.slices,
         rank_multiple=routed.layout.rank_multiple,
         has_column_scale=bool(routed.layout.has_column_scale),
         has_adapter_bias=bool(routed.layout.has_bias),
+        tile_m=routed.tile_m,
         num_places=routed.num_places,
         precision=precision_of(x),
-        block_m=min(config["block_m"], routed.slots.shape[1]),
+        block_m=min(config["block_m"], routed.tile_m),
         block_n=config["block_n"],
         block_r=config["block_r"],
         num_warps=config["num_warps"],
