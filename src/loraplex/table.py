@@ -379,10 +379,10 @@ def _per_slot(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[list[int] | None, Tensor]:
-    """A vector over slots as a device tensor, and as a list where that costs no synchronisation."""
+    """A vector over slots on the device, and whole numbers as a list if that waits for no GPU."""
     if value is None:
         row = torch.full((num_adapters,), default, dtype=dtype, device=device)
-        return [int(default)] * num_adapters, row
+        return None if dtype.is_floating_point else [int(default)] * num_adapters, row
     given = value if isinstance(value, Tensor) else torch.tensor(value)
     check_shape(name, given, [num_adapters])
     if given.is_floating_point() != dtype.is_floating_point:
@@ -392,7 +392,8 @@ def _per_slot(
     if given.device.type != "cpu":
         check_device(name, given, "a_pool", device)
         return None, given.to(dtype)
-    return [int(v) for v in given.tolist()], given.to(device=device, dtype=dtype)
+    numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
+    return numbers, given.to(device=device, dtype=dtype)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
