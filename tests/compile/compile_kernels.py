@@ -1,16 +1,16 @@
 """Compile kernels for one GPU architecture on a machine without it, and report what they use.
 
-    python tests/compile/compile_kernels.py --arch sm_90 [--catalog MODULE_OR_FILE] [--shard 0/2]
+    python tests/compile/compile_kernels.py --arch sm_90 [--catalog FILE] [--shard 0/2]
 
 Prints one JSON object per compiled kernel: registers, bytes of local memory (spills), bytes of
-shared memory and the architecture's limit. The catalog is a module with
-``compile_cases(arch) -> Iterable[CompileCase]``. Triton caches compilations (TRITON_CACHE_DIR).
+shared memory and the architecture's limit. The catalog is a file with
+``compile_cases(arch)``, which gives things with a ``name`` and a ``launch``. Triton caches what it
+compiles (TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -53,13 +53,16 @@ class Usage:
     @property
     def complaint(self) -> str:
         """Why this kernel fails, or an empty string."""
-        if self.error:
-            return self.error
+        found = [self.error] if self.error else []
         if self.spilled_bytes:
-            return f"spills {self.spilled_bytes} bytes per thread ({self.registers} registers)"
+            found.append(
+                f"spills {self.spilled_bytes} bytes per thread ({self.registers} registers)"
+            )
         if self.shared_bytes > self.shared_limit:
-            return f"needs {self.shared_bytes} bytes of shared memory, {self.shared_limit} fit"
-        return ""
+            found.append(
+                f"needs {self.shared_bytes} bytes of shared memory, {self.shared_limit} fit"
+            )
+        return "; ".join(found)
 
 
 class CompileOnlyDriver:
@@ -108,7 +111,7 @@ def compile_catalog(catalog: ModuleType, arch: str, shard: int, shards: int) -> 
     from triton.runtime.driver import driver
 
     driver.set_active(CompileOnlyDriver(arch))
-    cases = [case for case in catalog.compile_cases(arch) if arch in case.archs]
+    cases = list(catalog.compile_cases(arch))
     for case in cases[shard::shards]:
         start = time.perf_counter()
         try:
@@ -163,11 +166,9 @@ def amdgcn_usage(assembly: str) -> tuple[int, int]:
     )
 
 
-def load_catalog(name: str) -> ModuleType:
-    """Import a module by name, or from a file."""
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+def load_catalog(path: Path) -> ModuleType:
+    """Import a file."""
+    spec = importlib.util.spec_from_file_location(f"compile_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -179,7 +180,7 @@ def load_catalog(name: str) -> ModuleType:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", required=True, choices=SHARED_LIMITS)
-    parser.add_argument("--catalog", default="loraplex.tuning.catalog", help="module or .py file")
+    parser.add_argument("--catalog", type=Path, default=Path(__file__).with_name("catalog.py"))
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth case from the Ith on")
     args = parser.parse_args()
     shard, shards = (int(part) for part in args.shard.split("/"))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.catalog import CompileCase
+
+@dataclass(frozen=True)
+class CompileCase:
+    name: str
+    launch: Callable[[], object]
 
 
 @triton.jit
@@ -26,7 +31,8 @@ def dot_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for step in range(size):
         x = tl.load(x_ptr + step * BLOCK * BLOCK + place)
-        acc = tl.dot(x, x, acc)
+        w = tl.load(x_ptr + (step + size) * BLOCK * BLOCK + place)
+        acc = tl.dot(x, w, acc)
     tl.store(y_ptr + place, acc)
 
 
@@ -40,8 +46,8 @@ def _small() -> None:
     small_kernel[(4,)](x, x, 1024, BLOCK=256)
 
 
-def _dot(block: int, num_warps: int, num_stages: int) -> None:
-    x = torch.empty(1024, block, block, device="meta", dtype=torch.float16)
+def _dot(block: int, num_warps: int, num_stages: int, dtype: torch.dtype = torch.float16) -> None:
+    x = torch.empty(1024, block, block, device="meta", dtype=dtype)
     y = torch.empty(block, block, device="meta")
     dot_kernel[(1,)](x, y, 1024, BLOCK=block, num_warps=num_warps, num_stages=num_stages)
 
@@ -54,5 +60,5 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     yield CompileCase("good", _small)
     yield CompileCase("good/dot", partial(_dot, 32, 4, 2))
     yield CompileCase("spills", partial(_dot, 128, 1, 1))
-    yield CompileCase("shared", partial(_dot, 128, 8, 9))
+    yield CompileCase("shared", partial(_dot, 128, 8, 9, torch.float32))
     yield CompileCase("broken", _broken)

@@ -1,0 +1,183 @@
+"""What the compile test compiles: public ops, called as users call them, on tensors of real sizes.
+
+Tensors lie in host memory that nothing touches. Inside :func:`pretend` the ops believe that they
+run on the architecture in question, so that the tuning tables choose as they would there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+from unittest import mock
+
+import torch
+
+import loraplex as lp
+import loraplex.ops
+from loraplex.ops.impls import TRITON_IMPLS
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One call to compile; everything that it launches is compiled and checked."""
+
+    name: str
+    launch: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op on one layer; ``is_aligned`` false makes rows start anywhere (odd K)."""
+
+    op: str
+    impl: str
+    m: int = 64
+    k: int = 4096
+    slices: tuple[int, ...] = (4096, 1024, 1024)
+    num_adapters: int = 8
+    rank: int = 16
+    dtype: str = "bfloat16"
+    is_aligned: bool = True
+    has_extras: bool = False
+    is_fused: bool = False
+
+    def __str__(self) -> str:
+        widths = "+".join(str(width) for width in self.slices)
+        flags = ("" if self.is_aligned else " odd") + (" dora" if self.has_extras else "")
+        flags += " expand" if self.is_fused else ""
+        return (
+            f"{self.op}/{self.impl} {self.dtype} M={self.m} {self.k}>{widths} "
+            f"L={self.num_adapters} r={self.rank}{flags}"
+        )
+
+
+def compile_cases(arch: str) -> Iterator[CompileCase]:
+    """Every rule that the tables have for this architecture, and what rules do not tell apart."""
+    problems = [*rule_problems(arch), *other_problems()]
+    for problem in dict.fromkeys(problems):
+        yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
+    for max_tokens, dtype in ((1, torch.int32), (64, torch.int64), (4096, torch.int32)):
+        yield CompileCase(
+            f"routing M={max_tokens} {dtype}",
+            lambda max_tokens=max_tokens, dtype=dtype: call_routing(max_tokens, dtype),
+        )
+
+
+def rule_problems(arch: str) -> Iterator[Problem]:
+    """A problem for each tuning rule, at the largest M that the rule takes."""
+    tables = resources.files("loraplex.tuning").joinpath("tables")
+    for name in (f"{arch}.json", "default.json"):
+        path = tables.joinpath(name)
+        if path.is_file():
+            for op, rules in json.loads(path.read_text()).items():
+                if op in TRITON_IMPLS:
+                    for rule in rules:
+                        yield from rule_problem(op, rule["impl"], rule.get("when", {}))
+
+
+def rule_problem(op: str, impl: str, when: Mapping[str, Any]) -> Iterator[Problem]:
+    """The problem that a rule's conditions describe."""
+    if impl not in TRITON_IMPLS[op]:
+        return
+    width = when.get("n") or when.get("min_n") or when.get("max_n") or 4096
+    yield Problem(
+        op,
+        impl,
+        m=when.get("max_m") or max(when.get("min_m", 0), 4096),
+        k=when.get("k") or when.get("max_k") or max(when.get("min_k", 0), 4096),
+        slices=tuple(when.get("slices", (width,))),
+        num_adapters=min(8, when.get("max_adapters", 8)),
+        rank=min(16, when.get("max_rank", 16)),
+        dtype=when.get("dtype", ["bfloat16"])[0],
+        is_aligned=when.get("is_vectorizable", True),
+    )
+
+
+def other_problems() -> Iterator[Problem]:
+    """Layouts, ranks and extras that reach other branches of the same kernels."""
+    for op, impls in TRITON_IMPLS.items():
+        for impl in impls:
+            plain = Problem(op, impl)
+            yield plain
+            yield replace(plain, m=1)
+            yield replace(plain, dtype="float16")
+            yield replace(plain, dtype="float32")
+            yield replace(plain, k=4095, slices=(3423,), is_aligned=False)
+            if op == "matmul":
+                yield replace(plain, is_fused=True)
+                yield replace(plain, m=4096, is_fused=True)
+                continue
+            yield replace(plain, rank=256, num_adapters=64)
+            yield replace(plain, m=256, num_adapters=64)
+            if op in ("lora_linear", "add_lora"):
+                yield replace(plain, has_extras=True)
+
+
+def call(problem: Problem, arch: str) -> None:
+    """Call the public function as a user would."""
+    with pretend(arch):
+        dtype = DTYPES[problem.dtype]
+        n, size = sum(problem.slices), problem.num_adapters
+        x = torch.empty(problem.m, problem.k, dtype=dtype)
+        weight = torch.empty(n, problem.k, dtype=dtype)
+        if problem.op == "matmul":
+            if problem.is_fused:
+                y, b = torch.empty(problem.m, 16, dtype=dtype), torch.empty(16, n, dtype=dtype)
+                lp.fused_matmul_expand(x, weight.T, y, b, impl=problem.impl)
+            else:
+                lp.matmul(x, weight.T, impl=problem.impl)
+            return
+        a_pool = torch.empty(size, len(problem.slices) * problem.rank, problem.k, dtype=dtype)
+        b_pool = torch.empty(size, n, problem.rank, dtype=dtype)
+        indices = torch.zeros(problem.m, dtype=torch.int32)
+        if problem.op == "multi_lora":
+            lp.multi_lora(x, a_pool, b_pool, indices, slices=problem.slices, impl=problem.impl)
+            return
+        extra = torch.ones(size, n) if problem.has_extras else None
+        table = lp.AdapterTable.from_pools(
+            a_pool, b_pool, problem.slices, column_scale=extra, bias=extra
+        )
+        routing = lp.Routing.from_indices(indices, num_adapters=size)
+        bias = torch.empty(n, dtype=dtype) if problem.has_extras else None
+        if problem.op == "add_lora":
+            y = torch.empty(problem.m, n, dtype=dtype)
+            lp.add_lora_(y, x, table, routing, bias=bias, impl=problem.impl)
+        else:
+            lp.lora_linear(x, weight, table, routing, bias=bias, impl=problem.impl)
+
+
+@contextlib.contextmanager
+def pretend(arch: str) -> Iterator[None]:
+    """Let the ops take host tensors for tensors of a GPU of this architecture."""
+    with contextlib.ExitStack() as stack:
+        for found in pkgutil.iter_modules(loraplex.ops.__path__):
+            module = importlib.import_module(f"loraplex.ops.{found.name}")
+            for name, stand_in in (
+                ("arch_of", lambda device: arch),
+                ("why_no_triton", lambda device, dtype: ""),
+            ):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, stand_in))
+        # The base GEMM of some implementations is torch's: nothing to compile, and slow here.
+        stack.enter_context(
+            mock.patch(
+                "torch.nn.functional.linear",
+                lambda x, w, b=None: x.new_empty(x.shape[0], w.shape[0]),
+            )
+        )
+        yield
+
+
+def call_routing(max_tokens: int, dtype: torch.dtype) -> None:
+    """Launch the kernel that builds a routing on the device."""
+    routing = lp.Routing.allocate(max_tokens, num_adapters=8, device="cpu")
+    routing.device = torch.device("cuda")  # which side builds it; its tensors stay where they are
+    routing._build(torch.zeros(max_tokens, dtype=dtype))
