@@ -44,7 +44,7 @@ def sort_tensors(
             (when strict) a name that is neither LoRA nor in modules_to_save.
         UnsupportedAdapterError: the names are of another adapter format.
     """
-    keys = [parse_key(raw) for raw in tensors]
+    keys = [parse_key(raw) for raw in sorted(tensors)]  # a file has no order to rely on
     _check_adapter_names(keys, label)
     _check_distinct(keys, label)
     adapted = {key.module for key in keys if key.role in ("lora_a", "lora_b", "embedding_a")}
