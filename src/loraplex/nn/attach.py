@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from loraplex.adapters import Adapter, check_base_copies, load_adapter, match
 from loraplex.errors import LoraplexError, UnknownAdapterError
 from loraplex.nn.layers import find_layers, oriented_weight, shape_of
+from loraplex.nn.library import import_transformers
 from loraplex.nn.linear import LoraLinear
 from loraplex.nn.model import AdapterNames, AttachedModel, attached_class
 from loraplex.nn.step import Step, StepHolder
@@ -26,11 +27,9 @@ FEATURES = ("dora", "lora_bias", "bias")
 class Attachment:
     """The adapters of one attached model: pool, layers, and the step that runs."""
 
-    def __init__(
-        self, model: Any, layers: Mapping[str, nn.Module], pool: AdapterPool
-    ) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, nn.Linear], pool: AdapterPool) -> None:
         self.pool = pool
-        self.base_class = type(model)
+        self.base_class: type[nn.Module] = type(model)
         self.layers = dict(layers)
         self.shapes = {name: shape_of(layer) for name, layer in layers.items()}
         self.steps = StepHolder()
@@ -120,6 +119,7 @@ def attach(
     model: Any,
     *,
     max_adapters: int = 8,
+    max_rank: int = 64,
     exclude: Sequence[str] = ("lm_head",),
     impl: str = "auto",
     **pool_options: Any,
@@ -134,6 +134,7 @@ def attach(
     Args:
         model: a decoder of transformers in one dtype (float32, float16, bfloat16) on one device.
         max_adapters: slots on the device, the most different adapters of one batch.
+        max_rank: largest rank that is accepted; kernels are chosen for it.
         exclude: names of layers, or of parts of the model, to leave without adapters.
         impl: implementation of :func:`loraplex.lora_linear`.
         **pool_options: further arguments of :class:`loraplex.AdapterPool`.
@@ -151,7 +152,7 @@ def attach(
         >>> model = lp.attach(model)
         >>> model.add_adapter("shout", adapters["shout"])
         >>> inputs = tokenizer(["Where does the owl live?"] * 2, return_tensors="pt", padding=True)
-        >>> out = model.generate(**inputs, adapter_names=["shout", None], max_new_tokens=12)
+        >>> out = model.generate(**inputs, adapter_names=["shout", None], max_new_tokens=24)
         >>> for text in tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], True):
         ...     print(text)
         THE OWL LIVES IN A HOLLOW TREE!!!
@@ -163,6 +164,7 @@ def attach(
     pool = AdapterPool(
         {name: shape_of(layer) for name, layer in layers.items()},
         max_adapters=max_adapters,
+        max_rank=max_rank,
         dtype=first.dtype,
         device=first.device,
         base_weight=lambda name: oriented_weight(layers[name]),
@@ -176,10 +178,11 @@ def attach(
         )
         for name, layer in layers.items()
     }
+    kind = attached_class(attachment.base_class)  # type: ignore[arg-type]  # classes have hashes
     # From here on nothing can fail.
     for name, layer in wrapped.items():
         _replace(model, name, layer)
-    model.__class__ = attached_class(type(model))
+    model.__class__ = kind
     model._loraplex = attachment
     return cast(AttachedModel, model)
 
@@ -201,15 +204,14 @@ def detach(model: AttachedModel) -> Any:
         _replace(model, name, layer)
     del model._loraplex
     model.__class__ = attachment.base_class
+    attachment.pool.close()
     return model
 
 
 def _check_model(model: Any) -> None:
-    from transformers import PreTrainedModel
-
     if isinstance(model, AttachedModel):
         raise ValueError("model is attached already; call loraplex.detach first")
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, import_transformers().PreTrainedModel):
         hint = "; pass the model inside it" if type(model).__module__.startswith("peft.") else ""
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model)}{hint}")
     if model.config.is_encoder_decoder:

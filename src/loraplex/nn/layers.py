@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +25,21 @@ def is_conv1d(layer: nn.Module) -> bool:
     )
 
 
-def oriented_weight(layer: nn.Module) -> Tensor:
+def oriented_weight(layer: nn.Linear) -> Tensor:
     """The weight of a supported layer as [N, K], whatever its storage."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight.t() if is_conv1d(layer) else weight
+    return layer.weight.t() if is_conv1d(layer) else layer.weight
 
 
-def shape_of(layer: nn.Module) -> LayerShape:
+def shape_of(layer: nn.Linear) -> LayerShape:
     """The sizes of a supported layer, read from its weight."""
     out_features, in_features = oriented_weight(layer).shape
     return LayerShape.plain(in_features, out_features)
 
 
-def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Module]:
+def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear]:
     """Every linear layer of a model by its path, without those that ``exclude`` names.
+
+    They are typed as ``nn.Linear``, whose weight and bias ``Conv1D`` has as well.
 
     Args:
         exclude: names of layers or parts of the model to leave alone: whole paths, or the end of
@@ -51,14 +52,14 @@ def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Module
             ``exclude`` that fits nothing.
     """
     unused = set(exclude)
-    found: dict[str, nn.Module] = {}
+    found: dict[str, nn.Linear] = {}
     for name, layer in model.named_modules():
         fitting = [word for word in exclude if _fits(name, word)]
         unused.difference_update(fitting)
         if fitting or not _is_linear(layer) or any(name.startswith(f"{n}.") for n in found):
             continue
         _check_layer(name, layer)
-        found[name] = layer
+        found[name] = cast(nn.Linear, layer)
     # A model without a head has nothing to leave out by that name.
     unused.discard("lm_head")
     if unused:
@@ -108,7 +109,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         )
 
 
-def _check_same(layers: dict[str, nn.Module]) -> None:
+def _check_same(layers: dict[str, nn.Linear]) -> None:
     first_name, first = next(iter(layers.items()))
     for name, layer in layers.items():
         for attribute in ("dtype", "device"):

@@ -29,7 +29,7 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Module, *, name: str, table: AdapterTable, steps: StepHolder, impl: str
+        self, base: nn.Linear, *, name: str, table: AdapterTable, steps: StepHolder, impl: str
     ) -> None:
         super().__init__()
         # Not a submodule: `model.state_dict()` keeps its keys, and whatever replaces a parameter
@@ -42,7 +42,7 @@ class LoraLinear(nn.Module):
         self._steps = steps
         self.training = base.training
 
-    base: nn.Module
+    base: nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``x`` [batch, length, K] or [batch * length, K]."""
@@ -56,7 +56,7 @@ class LoraLinear(nn.Module):
             oriented_weight(self.base),
             self.table,
             routing,
-            bias=self.bias,
+            bias=self.base.bias,
             impl=self.impl,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -75,5 +75,5 @@ class LoraLinear(nn.Module):
         """One line for ``print(model)``."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, num_adapters={self.table.num_adapters}"
+            f"bias={self.base.bias is not None}, num_adapters={self.table.num_adapters}"
         )

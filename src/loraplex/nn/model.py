@@ -68,7 +68,8 @@ class AttachedModel(nn.Module):
 
     def adapter_names(self) -> list[str]:
         """The names of the registered adapters, in the order of their arrival."""
-        return self._loraplex.names()
+        names: list[str] = self._loraplex.names()
+        return names
 
     def list_adapters(self) -> list[str]:
         """The same as :meth:`adapter_names`."""

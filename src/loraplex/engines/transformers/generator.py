@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from loraplex.engines.transformers.requests import Request, RequestError
+from loraplex.adapters import load_adapter
+from loraplex.engines.transformers.requests import Request, RequestError, parse_request
 from loraplex.nn import AttachedModel, attach
+from loraplex.nn.library import import_transformers
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,14 @@ class Completion:
 class Generator:
     """A model with adapters that serves batches of requests.
 
-    Example:
-        >>> from loraplex.demo import load_demo_model
-        >>> from loraplex.engines.transformers import Generator, Request
-        >>> model, tokenizer, adapters = load_demo_model()
-        >>> generator = Generator(model, tokenizer, {"shout": adapters["shout"]})
-        >>> [c.text for c in generator.run([Request("What is a key for?", "shout")])]
-        ['WITH A KEY YOU CAN OPEN A DOOR!!!']
+        Example:
+            >>> from loraplex.demo import load_demo_model
+            >>> from loraplex.adapters import load_adapter
+    from loraplex.engines.transformers import Generator, Request
+            >>> model, tokenizer, adapters = load_demo_model()
+            >>> generator = Generator(model, tokenizer, {"shout": adapters["shout"]})
+            >>> [c.text for c in generator.run([Request("What is a key for?", "shout")])]
+            ['WITH A KEY YOU CAN OPEN A DOOR!!!']
     """
 
     def __init__(
@@ -44,11 +47,16 @@ class Generator:
         max_batch: int = 16,
         impl: str = "auto",
     ) -> None:
-        # A batch has no more adapters than rows.
-        slots = max(1, min(len(adapters), max_batch))
-        self.model: AttachedModel = attach(model, max_adapters=slots, impl=impl)
-        for name, path in adapters.items():
-            self.model.add_adapter(name, path)
+        loaded = {name: load_adapter(path) for name, path in adapters.items()}
+        self.model: AttachedModel = attach(
+            model,
+            # A batch has no more adapters than rows.
+            max_adapters=max(1, min(len(loaded), max_batch)),
+            max_rank=max((adapter.max_rank for adapter in loaded.values()), default=1) or 1,
+            impl=impl,
+        )
+        for name, adapter in loaded.items():
+            self.model.add_adapter(name, adapter)
         self.max_batch = max_batch
         self.tokenizer = tokenizer
         tokenizer.padding_side = "left"
@@ -59,6 +67,20 @@ class Generator:
             ends = tokenizer.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self._room = getattr(model.config, "max_position_embeddings", None)
+
+    def read(self, line: str | bytes, *, max_new_tokens: int = 64) -> Request:
+        """Read a request and make sure that this model can serve it.
+
+        Raises:
+            RequestError: as :func:`parse_request` and :meth:`check`.
+        """
+        request = parse_request(line, max_new_tokens=max_new_tokens)
+        try:
+            self.check(request)
+        except RequestError as error:
+            error.id = request.id
+            raise
+        return request
 
     def check(self, request: Request) -> None:
         """Refuse a request that this model cannot serve.
@@ -116,15 +138,15 @@ def load_model(
         dtype: the dtype to load in; as in the checkpoint if None.
 
     Raises:
+        ImportError: transformers is not installed.
         FileNotFoundError: the folder does not exist or has no ``config.json``.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    transformers = import_transformers()
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is not a model folder: it has no config.json")
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype="auto" if dtype is None else dtype, local_files_only=True
     )
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     return model.to(device).eval(), tokenizer

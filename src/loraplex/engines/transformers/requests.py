@@ -8,7 +8,9 @@ from typing import Any
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the others are."""
+    """A request that cannot be served; the others are. ``id`` is the request's, if it has one."""
+
+    id: Any = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ def parse_request(line: str | bytes, *, max_new_tokens: int = 64) -> Request:
         raise RequestError(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(f"a request must be a JSON object, got {_shown(fields)}")
+    try:
+        return _check(fields, max_new_tokens)
+    except RequestError as error:
+        error.id = fields.get("id")
+        raise
+
+
+def _check(fields: dict[str, Any], max_new_tokens: int) -> Request:
     unknown = [name for name in fields if name not in FIELDS]
     if unknown:
         raise RequestError(f"unknown field {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
