@@ -20,7 +20,9 @@ import torch
 
 import loraplex as lp
 import loraplex.ops
+from loraplex import tuning
 from loraplex.ops.impls import TRITON_IMPLS
+from loraplex.tuning import choose
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -61,7 +63,7 @@ class Problem:
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Every rule that the tables have for this architecture, and what rules do not tell apart."""
-    problems = [*rule_problems(arch), *other_problems()]
+    problems = [*rule_problems(arch), *filter(lambda p: has_rule(p, arch), other_problems())]
     for problem in dict.fromkeys(problems):
         yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
     for max_tokens, dtype in ((1, torch.int32), (64, torch.int64), (4096, torch.int32)):
@@ -119,6 +121,21 @@ def other_problems() -> Iterator[Problem]:
             yield replace(plain, m=256, num_adapters=64)
             if op in ("lora_linear", "add_lora"):
                 yield replace(plain, has_extras=True)
+
+
+def has_rule(problem: Problem, arch: str) -> bool:
+    """Whether the tables give this implementation any such problem; named ones may refuse some."""
+    try:
+        choose(
+            tuning.Problem(
+                problem.op, problem.m, problem.k, problem.slices, problem.num_adapters,
+                problem.rank, problem.dtype, arch, problem.is_aligned,
+            ),
+            problem.impl,
+        )  # fmt: skip
+    except lp.LoraplexError:
+        return False
+    return True
 
 
 def call(problem: Problem, arch: str) -> None:

@@ -77,22 +77,26 @@ def random_cases(
         is_small: sizes for Triton's interpreter, which takes milliseconds a program.
     """
     draw = random.Random(seed)
-    most_tokens, most_features = (20, 80) if is_small else (150, 500)
-    ranks = RANKS if is_small else RANKS + WIDE_RANKS
+    most_tokens, most_features, most_slots = (20, 80, 5) if is_small else (150, 500, 12)
     cases = []
     for number in range(count):
-        slots = draw.randint(1, 5 if is_small else 12)
-        # Sizes of one and sizes that no block divides are the ones that go wrong.
+        # Half of the layers are like a model's, whole vectors everywhere; the others have sizes of
+        # one and sizes that no block divides, which are the ones that go wrong.
+        is_even = draw.random() < 0.5
+        ranks = [rank for rank in RANKS if not is_even or rank % 8 == 0]
+        if not is_small:
+            ranks += [rank for rank in WIDE_RANKS if not is_even or rank % 8 == 0]
+
+        def width(is_even: bool = is_even) -> int:
+            return 32 * draw.randint(1, most_features // 32) if is_even else draw.randint(1, 80)
+
         cases.append(
             Case(
                 op=OPS[number % len(OPS)],
                 m=draw.choice([1, 2, 15, 16, 17, draw.randint(1, most_tokens)]),
-                k=draw.choice([64, draw.randint(1, most_features)]),
-                slices=tuple(
-                    draw.choice([32, draw.randint(1, most_features)])
-                    for _ in range(draw.choice([1, 1, 2, 3]))
-                ),
-                ranks=tuple(draw.choice(ranks) for _ in range(slots)),
+                k=width() if not is_even else 2 * width(),
+                slices=tuple(width() for _ in range(draw.choice([1, 1, 2, 3]))),
+                ranks=tuple(draw.choice(ranks) for _ in range(draw.randint(1, most_slots))),
                 mix=MIXES[number // len(OPS) % len(MIXES)],
                 base_share=draw.choice([0.0, 0.3, 1.0 if number % 7 == 0 else 0.5]),
                 dtype=dtypes[number // (len(OPS) * len(MIXES)) % len(dtypes)],
