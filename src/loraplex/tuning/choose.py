@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex import env
-from loraplex.errors import LoraplexError
+from loraplex.errors import LoraplexError, UnsupportedImplError
 from loraplex.tuning.problem import Problem
 
 OPS = ("lora_linear", "add_lora", "multi_lora", "matmul")
@@ -44,15 +44,23 @@ def choose(problem: Problem, impl: str = "") -> Choice:
         impl: only rules for this implementation, any if empty.
 
     Raises:
+        UnsupportedImplError: if no rule for ``impl`` matches; says what its rules need.
         LoraplexError: if no rule matches, or a table file has an unknown key.
     """
+    needs = []
     for name, rules in _tables(problem.arch):
         for number, rule in enumerate(rules.get(problem.op, ())):
-            if (not impl or rule["impl"] == impl) and matches(rule.get("when", {}), problem):
+            if impl and rule["impl"] != impl:
+                continue
+            when = rule.get("when", {})
+            needs.append(" ".join(f"{key}={want}" for key, want in when.items()))
+            if matches(when, problem):
                 configs = {kernel: rule[kernel] for kernel in KERNELS if kernel in rule}
                 return Choice(rule["impl"], configs, f"rule {number} of {problem.op} in {name}")
-    wanted = f" with impl {impl!r}" if impl else ""
-    raise LoraplexError(f"no tuning rule{wanted} matches {problem}")
+    if impl:
+        needed = " or ".join(f"({need})" for need in dict.fromkeys(needs)) or "a rule"
+        raise UnsupportedImplError(f"impl={impl!r} cannot run: it needs {needed}, got {problem}")
+    raise LoraplexError(f"no tuning rule matches {problem}")
 
 
 def matches(when: Mapping[str, Any], problem: Problem) -> bool:
