@@ -1,0 +1,24 @@
+"""Problems with known answers, for the tests.
+
+A :class:`Case` describes one problem; :func:`build` makes its tensors, with NaN wherever an op has
+no business reading; :func:`truth` and :func:`eager` answer it in float64 and in plain torch.
+"""
+
+from loraplex.testing.build import Inputs, build
+from loraplex.testing.case import CASES, OPS, Case
+from loraplex.testing.memory import LAYOUTS, is_surrounding_untouched, lay_out, poisoned_memory
+from loraplex.testing.oracles import eager, truth
+
+__all__ = [
+    "CASES",
+    "LAYOUTS",
+    "OPS",
+    "Case",
+    "Inputs",
+    "build",
+    "eager",
+    "is_surrounding_untouched",
+    "lay_out",
+    "poisoned_memory",
+    "truth",
+]
