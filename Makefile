@@ -39,7 +39,7 @@ demo: $(STAMP)  ## serve one mixed batch on the embedded model and compare it wi
 
 .PHONY: test
 test: $(STAMP)  ## the test suite (on CPU through Triton's interpreter); ARGS="-k routing -x"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, rules and format
@@ -69,7 +69,7 @@ gpu-check: gpu-test gpu-bench  ## on a GPU machine: all tests, loraplex check, l
 gpu-test:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-check needs a GPU, and torch %s sees none" % torch.__version__)'
 	$(GPU_PYTHON) -m loraplex env
-	$(GPU_PYTHON) -m pytest -q $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n $(GPU_WORKERS)') $(ARGS)
+	$(GPU_PYTHON) -m pytest -q $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- "-n $(GPU_WORKERS) --dist worksteal") $(ARGS)
 	$(GPU_PYTHON) -m loraplex check --json $(RESULTS)/check.json
 
 .PHONY: gpu-bench

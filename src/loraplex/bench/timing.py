@@ -28,13 +28,13 @@ class Timing:
         """Median and percentiles of samples in milliseconds.
 
         Example:
-            >>> Timing.of([1.0, 2.0, 3.0, 4.0, 5.0])
-            Timing(median=3.0, p20=1.8, p80=4.2)
+            >>> Timing.of([float(ms) for ms in range(11)])
+            Timing(median=5.0, p20=2.0, p80=8.0)
         """
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0])
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
-        return cls(statistics.median(samples), round(deciles[1], 6), round(deciles[7], 6))
+        return cls(statistics.median(samples), deciles[1], deciles[7])
 
     def __add__(self, other: Timing) -> Timing:
         return Timing(self.median + other.median, self.p20 + other.p20, self.p80 + other.p80)

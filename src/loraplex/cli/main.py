@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser(None, None).print_help()
         return 2
     try:
-        return module.run(args)
+        code = module.run(args)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # The reader of a pipe went away (`loraplex env | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
