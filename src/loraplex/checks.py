@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -70,6 +71,16 @@ def check_int(name: str, value: object, minimum: int, maximum: int | None = None
     return value
 
 
+def check_number(name: str, value: object) -> float:
+    """Require a finite number that float32 can hold and return it as float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    number = float(value)
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be finite in float32, got {number}")
+    return number
+
+
 def check_index_range(name: str, indices: Tensor, num_adapters: int) -> None:
     """Require every index to be -1 or a slot; reads the values, so a GPU tensor synchronises."""
     if indices.numel() == 0:
@@ -108,11 +119,94 @@ def memory_span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def is_between_rows(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the rows of two matrices take turns in memory, as columns of one buffer do."""
+    if tensor.dim() != 2 or other.dim() != 2:
+        return False
+    step = tensor.stride(0) * tensor.element_size()
+    if step <= 0 or step != other.stride(0) * other.element_size():
+        return False
+    width, other_width = (
+        ((t.shape[1] - 1) * t.stride(1) + 1) * t.element_size() for t in (tensor, other)
+    )
+    gap = (other.data_ptr() - tensor.data_ptr()) % step
+    return width <= gap and gap + other_width <= step
+
+
 def check_disjoint(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Require that a tensor to be written shares no memory with an input."""
     if tensor.device != other.device:
         return
     first, last = memory_span(tensor)
     other_first, other_last = memory_span(other)
-    if first < other_last and other_first < last:
+    if first < other_last and other_first < last and not is_between_rows(tensor, other):
         raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+def check_slices(slices: Sequence[int] | None, out_features: int | None) -> tuple[int, ...]:
+    """Require widths of at least 1 that sum to N where N is known; one of width N if None."""
+    if slices is None and out_features is not None:
+        slices = (out_features,)
+    if not isinstance(slices, Sequence):
+        raise TypeError(f"slices must be a sequence of ints, got {slices!r}")
+    widths = tuple(check_int(f"slices[{s}]", width, 1) for s, width in enumerate(slices))
+    if out_features is not None and sum(widths) != out_features:
+        raise ValueError(f"slices must sum to N = {out_features}, got {widths}")
+    if not widths:
+        raise ValueError("slices must have at least one width, got ()")
+    return widths
+
+
+def check_rank_multiple(rank_multiple: int) -> int:
+    """Require what a table can promise about its ranks."""
+    if rank_multiple not in (1, 8):
+        raise ValueError(f"rank_multiple must be 1 or 8, got {rank_multiple}")
+    return rank_multiple
+
+
+def check_rows(name: str, value: Tensor, rows: int, columns: int, device: torch.device) -> None:
+    """Require float32 rows on the device of ``a_pool``, each dense."""
+    check_dtype(name, check_tensor(name, value), (torch.float32,))
+    check_shape(name, value, [rows, columns])
+    check_device(name, value, "a_pool", device)
+    if columns > 1 and value.stride(1) != 1:
+        raise ValueError(f"{name} must be dense in its last axis, got strides {value.stride()}")
+
+
+def check_per_slot(
+    name: str,
+    value: object,
+    num_adapters: int,
+    default: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[int] | None, Tensor]:
+    """A vector over slots on the device, and whole numbers as a list if that waits for no GPU."""
+    if value is None:
+        row = torch.full((num_adapters,), default, dtype=dtype, device=device)
+        return None if dtype.is_floating_point else [int(default)] * num_adapters, row
+    if not isinstance(value, Tensor) and (
+        not isinstance(value, Sequence) or not all(isinstance(v, int | float) for v in value)
+    ):
+        raise TypeError(f"{name} must be a tensor or a sequence of numbers, got {value!r}")
+    given = value if isinstance(value, Tensor) else torch.tensor(value)
+    check_shape(name, given, [num_adapters])
+    if given.is_floating_point() != dtype.is_floating_point:
+        raise TypeError(
+            f"{name} must have a dtype like {dtype_name(dtype)}, got {dtype_name(given.dtype)}"
+        )
+    if given.device.type != "cpu":
+        check_device(name, given, "a_pool", device)
+        return None, given.to(dtype)
+    numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
+    return numbers, given.to(device=device, dtype=dtype)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether every row of a dense-rowed tensor starts on 16 bytes."""
+    steps = [
+        step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
+    ]
+    return tensor.data_ptr() % 16 == 0 and all(
+        step * tensor.element_size() % 16 == 0 for step in steps
+    )

@@ -137,7 +137,7 @@ class Routing:
 
     @property
     def slots(self) -> Tensor:
-        """int32 [tiles, tile_m], the distinct adapters, by first appearance; ``counts`` are valid."""
+        """int32 [tiles, tile_m], distinct adapters by first appearance, ``counts`` are valid."""
         return self.plan[:, PLAN_HEADER : PLAN_HEADER + self.tile_m]
 
     def _build(self, source: Tensor) -> None:
@@ -158,13 +158,14 @@ class Routing:
         )
 
 
-def _host_indices(values: Sequence[int]) -> Tensor:
+def _host_indices(values: object) -> Tensor:
+    if not isinstance(values, Sequence):
+        raise TypeError(f"indices must be a tensor or a sequence of ints, got {values!r}")
     if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
         raise TypeError(f"indices must be whole numbers, got {list(values)[:8]!r}")
     return torch.tensor(values, dtype=torch.int64)
 
 
 def _canonical(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """The device as tensors on it name it: ``cuda`` is ``cuda:0``."""
+    return torch.empty(0, device=device).device

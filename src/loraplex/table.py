@@ -13,10 +13,16 @@ from loraplex.checks import (
     check_device,
     check_dtype,
     check_int,
+    check_number,
+    check_per_slot,
+    check_rank_multiple,
+    check_rows,
     check_same,
     check_shape,
+    check_slices,
     check_tensor,
     dtype_name,
+    is_aligned,
 )
 
 # One record of eight int64 (64 bytes) per slot and slice; the kernels read the same numbers.
@@ -116,21 +122,28 @@ class AdapterTable:
         num_adapters, _, in_features = a_pool.shape
         check_shape("b_pool", b_pool, [num_adapters, "N", "R_max"])
         _, out_features, max_rank = b_pool.shape
-        widths = _check_slices(slices, out_features)
+        widths = check_slices(slices, out_features)
         check_shape("a_pool", a_pool, [num_adapters, len(widths) * max_rank, "K"])
         device = a_pool.device
-        rank_list, rank_row = _per_slot("ranks", ranks, num_adapters, max_rank, device, torch.int64)
-        _, scale_row = _per_slot("scaling", scaling, num_adapters, 1.0, device, torch.float32)
+        rank_list, rank_row = check_per_slot(
+            "ranks", ranks, num_adapters, max_rank, device, torch.int64
+        )
+        _, scale_row = check_per_slot("scaling", scaling, num_adapters, 1.0, device, torch.float32)
         for name, extra in (("column_scale", column_scale), ("bias", bias)):
             if extra is not None:
-                _check_rows(name, extra, num_adapters, out_features, device)
+                check_rows(name, extra, num_adapters, out_features, device)
+        if rank_multiple is None and rank_list is None:
+            rank_list = [int(r) for r in rank_row.tolist()]
+        for slot, rank in enumerate(rank_list or ()):
+            check_int(f"ranks[{slot}]", rank, 0, max_rank)
+        fitting = _layout_multiple(a_pool, b_pool, max_rank, rank_list or [])
         if rank_multiple is None:
-            if rank_list is None:
-                rank_list = [int(r) for r in rank_row.tolist()]
-            rank_multiple = _layout_multiple(a_pool, b_pool, max_rank, rank_list)
-        if rank_list is not None:
-            for slot, rank in enumerate(rank_list):
-                check_int(f"ranks[{slot}]", rank, 0, max_rank)
+            rank_multiple = fitting
+        elif check_rank_multiple(rank_multiple) > fitting:
+            raise ValueError(
+                "rank_multiple must be 1 unless all ranks and R_max are multiples of 8 and the "
+                "rows of both pools are dense and 16-byte aligned, got 8"
+            )
 
         number = torch.arange(num_adapters, device=device)
         entries = torch.zeros(
@@ -197,14 +210,17 @@ class AdapterTable:
         check_int("num_adapters", num_adapters, 0)
         check_int("in_features", in_features, 1)
         check_int("max_rank", max_rank, 0)
-        widths = _check_slices(slices, sum(slices))
-        where = torch.device(device)
+        widths = check_slices(slices, None)
+        if dtype not in REFERENCE_DTYPES:
+            raise TypeError(f"dtype must be a floating dtype of 32, 16 or 64 bits, got {dtype}")
+        where = torch.empty(0, device=device).device
         shape = (num_adapters, len(widths), ENTRY_FIELDS)
         if entries is None:
             entries = torch.zeros(shape, dtype=torch.int64, device=where)
         else:
             check_dtype("entries", entries, (torch.int64,))
             check_shape("entries", entries, shape)
+            check_device("entries", entries, "the table", where)
             if entries.stride()[1:] != (ENTRY_FIELDS, 1):
                 raise ValueError(
                     f"entries must be dense in its last two axes, got strides {entries.stride()}"
@@ -216,7 +232,7 @@ class AdapterTable:
             widths,
             max_rank=max_rank,
             dtype=dtype,
-            rank_multiple=_check_multiple(rank_multiple),
+            rank_multiple=check_rank_multiple(rank_multiple),
             has_column_scale=has_column_scale,
             has_bias=has_bias,
             storages=list(storages),
@@ -250,9 +266,9 @@ class AdapterTable:
         check_int("slot", slot, 0, self.num_adapters - 1)
         count = len(self.slices)
         nothing: list[Tensor | None] = [None] * count
-        factors = [scaling] * count if isinstance(scaling, int | float) else list(scaling)
-        scales = nothing if column_scale is None else list(column_scale)
-        biases = nothing if bias is None else list(bias)
+        factors = scaling if isinstance(scaling, Sequence) else [scaling] * count
+        scales = nothing if column_scale is None else column_scale
+        biases = nothing if bias is None else bias
         for name, part in (
             ("a", a),
             ("b", b),
@@ -260,6 +276,11 @@ class AdapterTable:
             ("column_scale", scales),
             ("bias", biases),
         ):
+            if not isinstance(part, Sequence):
+                raise TypeError(
+                    f"{name} must be a sequence with one element per slice, "
+                    f"got {type(part).__name__}"
+                )
             if len(part) != count:
                 raise ValueError(
                     f"{name} must have one element per slice ({count}), got {len(part)}"
@@ -269,7 +290,8 @@ class AdapterTable:
             a_s, b_s = self._check_pair(s, a[s], b[s])
             self._check_vector("column_scale", scales[s], s, self.has_column_scale)
             self._check_vector("bias", biases[s], s, self.has_bias)
-            records.append(self.pack_entry(a_s, b_s, factors[s], scales[s], biases[s]))
+            factor = check_number(f"scaling[{s}]", factors[s])
+            records.append(self.pack_entry(a_s, b_s, factor, scales[s], biases[s]))
             held += [t for t in (a_s, b_s, scales[s], biases[s]) if t is not None]
         self.entries[slot].copy_(torch.tensor(records, dtype=torch.int64))
         self._hold(slot, held)
@@ -306,9 +328,9 @@ class AdapterTable:
             if a is not None or b is not None:
                 raise ValueError(f"a[{s}] and b[{s}] must both be given or both be None")
             return None, None
-        check_shape(f"a[{s}]", a, ["rank", self.in_features])
+        check_shape(f"a[{s}]", check_tensor(f"a[{s}]", a), ["rank", self.in_features])
         rank = a.shape[0]
-        check_shape(f"b[{s}]", b, [self.slices[s], rank])
+        check_shape(f"b[{s}]", check_tensor(f"b[{s}]", b), [self.slices[s], rank])
         check_int(f"rank of a[{s}]", rank, 0, self.max_rank)
         for name, tensor in ((f"a[{s}]", a), (f"b[{s}]", b)):
             check_dtype(name, tensor, (self.dtype,))
@@ -317,7 +339,7 @@ class AdapterTable:
                 raise ValueError(
                     f"{name} must be dense in its last axis, got strides {tensor.stride()}"
                 )
-            if rank % self.rank_multiple or (self.rank_multiple > 1 and not _is_aligned(tensor)):
+            if rank % self.rank_multiple or (self.rank_multiple > 1 and not is_aligned(tensor)):
                 raise ValueError(
                     f"{name} must have a rank that is a multiple of rank_multiple = "
                     f"{self.rank_multiple} and 16-byte-aligned rows, got rank {rank} and row "
@@ -330,7 +352,7 @@ class AdapterTable:
             return
         if not is_allowed:
             raise ValueError(f"{name} needs a table allocated with has_{name}=True")
-        check_dtype(f"{name}[{s}]", value, (torch.float32,))
+        check_dtype(f"{name}[{s}]", check_tensor(f"{name}[{s}]", value), (torch.float32,))
         check_shape(f"{name}[{s}]", value, [self.slices[s]])
         check_device(f"{name}[{s}]", value, "the table", self.device)
         if not value.is_contiguous():
@@ -348,65 +370,7 @@ class AdapterTable:
         )
 
 
-def _check_slices(slices: Sequence[int] | None, out_features: int) -> tuple[int, ...]:
-    widths = (out_features,) if slices is None else tuple(slices)
-    for s, width in enumerate(widths):
-        check_int(f"slices[{s}]", width, 1)
-    if not widths or sum(widths) != out_features:
-        raise ValueError(f"slices must sum to N = {out_features}, got {widths}")
-    return widths
-
-
-def _check_multiple(rank_multiple: int) -> int:
-    if rank_multiple not in (1, 8):
-        raise ValueError(f"rank_multiple must be 1 or 8, got {rank_multiple}")
-    return rank_multiple
-
-
-def _check_rows(name: str, value: Tensor, rows: int, columns: int, device: torch.device) -> None:
-    check_dtype(name, check_tensor(name, value), (torch.float32,))
-    check_shape(name, value, [rows, columns])
-    check_device(name, value, "a_pool", device)
-    if columns > 1 and value.stride(1) != 1:
-        raise ValueError(f"{name} must be dense in its last axis, got strides {value.stride()}")
-
-
-def _per_slot(
-    name: str,
-    value: Tensor | Sequence[float] | Sequence[int] | None,
-    num_adapters: int,
-    default: float,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[list[int] | None, Tensor]:
-    """A vector over slots on the device, and whole numbers as a list if that waits for no GPU."""
-    if value is None:
-        row = torch.full((num_adapters,), default, dtype=dtype, device=device)
-        return None if dtype.is_floating_point else [int(default)] * num_adapters, row
-    given = value if isinstance(value, Tensor) else torch.tensor(value)
-    check_shape(name, given, [num_adapters])
-    if given.is_floating_point() != dtype.is_floating_point:
-        raise TypeError(
-            f"{name} must have a dtype like {dtype_name(dtype)}, got {dtype_name(given.dtype)}"
-        )
-    if given.device.type != "cpu":
-        check_device(name, given, "a_pool", device)
-        return None, given.to(dtype)
-    numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
-    return numbers, given.to(device=device, dtype=dtype)
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    """Whether every row of a dense-rowed tensor starts on 16 bytes."""
-    steps = [
-        step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
-    ]
-    return tensor.data_ptr() % 16 == 0 and all(
-        step * tensor.element_size() % 16 == 0 for step in steps
-    )
-
-
 def _layout_multiple(a_pool: Tensor, b_pool: Tensor, max_rank: int, ranks: list[int]) -> int:
     is_dense = a_pool.stride(2) == 1 and b_pool.stride(2) == 1
     is_wide = max_rank % 8 == 0 and a_pool.shape[2] % 8 == 0 and all(r % 8 == 0 for r in ranks)
-    return 8 if is_dense and is_wide and _is_aligned(a_pool) and _is_aligned(b_pool) else 1
+    return 8 if is_dense and is_wide and is_aligned(a_pool) and is_aligned(b_pool) else 1

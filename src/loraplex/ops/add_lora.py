@@ -49,7 +49,7 @@ def add_lora_(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, device or shape, or y overlaps
-            itself or x; y is unchanged then.
+            itself, x or bias; y is unchanged then.
         UnsupportedImplError: ``impl`` was named and cannot run here.
 
     Example:
@@ -70,6 +70,8 @@ def add_lora_(
         if not y.is_contiguous():
             check_no_overlap("y", y)
         check_disjoint("y", y, "x", x)
+        if bias is not None:
+            check_disjoint("y", y, "bias", bias)
     torch.ops.loraplex.add_lora_(
         y, x, bias, table.entries, table.storages, routing.indices, routing.places, routing.plan,
         table.slices, layout_of(table), impl,
