@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -278,10 +279,18 @@ def _map_values(group: Mapping[str, T], change: Callable[[T], T]) -> Mapping[str
     return {name: change(part) for name, part in group.items()}
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; many times faster than torch.isfinite."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # both are NaN where any value is
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
 def cast_finite(tensor: torch.Tensor, dtype: torch.dtype, label: str) -> torch.Tensor:
     """Cast with rounding to nearest; an overflow to infinity is refused, never stored."""
     cast = tensor.to(dtype)
-    if cast is not tensor and not bool(torch.isfinite(cast).all()):
+    if cast is not tensor and not is_finite(cast):
         largest = tensor.abs().max().item()
         raise AdapterError(
             f"{label}: values up to {largest:.6g} do not fit {dtype} "

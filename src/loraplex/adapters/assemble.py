@@ -15,6 +15,7 @@ from loraplex.adapters.adapter import (
     ModuleLora,
     ParameterLora,
     TokenRows,
+    is_finite,
 )
 from loraplex.adapters.sorting import Group, SortedTensors, parameter_of, sort_tensors
 from loraplex.adapters.spec import AdapterSpec
@@ -191,11 +192,11 @@ class Assembler:
                 raise UnsupportedAdapterError(
                     f"{self.label}: {name} has dtype {tensor.dtype}, supported are {supported}"
                 )
-            finite = torch.isfinite(tensor)
-            if not bool(finite.all()):
+            if not is_finite(tensor):
+                bad = int((~torch.isfinite(tensor)).sum())
                 raise AdapterError(
-                    f"{self.label}: {name} has {int((~finite).sum())} of {tensor.numel()} values "
-                    "that are NaN or infinite"
+                    f"{self.label}: {name} has {bad} of {tensor.numel()} values that are NaN or "
+                    "infinite"
                 )
         scaled = (adapter.modules, adapter.embeddings, adapter.parameters)
         for part in (part for group in scaled for part in group.values()):

@@ -6,21 +6,18 @@ import json
 import os
 import stat
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Any
 
-import safetensors.torch
 import torch
 
-from loraplex.errors import AdapterError, UnsupportedAdapterError
+from loraplex.adapters.safetensors_file import LFS_MAGIC, lfs_error, read_safetensors
+from loraplex.errors import AdapterError
 
 CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 << 20
-
-LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
-ZIP_MAGIC = b"PK\x03\x04"
-PICKLE_MAGIC = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class AdapterFolder:
             )
         data = self._read(CONFIG_NAME, limit=MAX_CONFIG_BYTES)
         if data.startswith(LFS_MAGIC):
-            raise self._lfs_error(CONFIG_NAME)
+            raise lfs_error(f"{self.label}: {CONFIG_NAME}")
         try:
             config = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -69,54 +66,16 @@ class AdapterFolder:
         )
 
     def _read_safetensors(self) -> dict[str, torch.Tensor]:
-        data = self._read(SAFETENSORS_NAME)
-        try:
-            # From bytes, not by mapping the file: a mapped file that shrinks is a SIGBUS.
-            tensors = safetensors.torch.load(data)
-        except Exception as error:
-            raise self._diagnose(data, error) from None
-        return dict(tensors)
-
-    def _diagnose(self, data: bytes, error: Exception) -> AdapterError:
-        """Why a safetensors file could not be read."""
-        name, size = SAFETENSORS_NAME, len(data)
-        if data.startswith(LFS_MAGIC):
-            return self._lfs_error(name)
-        header = int.from_bytes(data[:8], "little")
-        if size >= 9 and data[8:9] != b"{":
-            if data.startswith((ZIP_MAGIC, *PICKLE_MAGIC)):
-                return AdapterError(
-                    f"{self.label}: {name} holds a torch.save file (a pickle), not safetensors"
-                )
-            return AdapterError(f"{self.label}: {name} is no safetensors file (no JSON header)")
-        if size < 8 or size < 8 + header:
-            return AdapterError(
-                f"{self.label}: {name} is truncated: {size} bytes, "
-                + (f"the header alone takes {8 + header}" if size >= 8 else "not even a header")
-            )
-        try:
-            entries = json.loads(data[8 : 8 + header])
-            ends = [e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"]
-            expected = 8 + header + max(ends, default=0)
-            kinds = {e["dtype"] for k, e in entries.items() if k != "__metadata__"}
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            return AdapterError(f"{self.label}: {name} has a corrupt header: {error}")
-        if size < expected:
-            return AdapterError(
-                f"{self.label}: {name} is truncated: {size} bytes, the header promises {expected}"
-            )
-        if isinstance(error, KeyError):
-            return UnsupportedAdapterError(
-                f"{self.label}: {name} has tensors of a dtype torch does not read: {sorted(kinds)}"
-            )
-        return AdapterError(f"{self.label}: {name} is corrupt: {error}")
+        with self._open(self._contained(SAFETENSORS_NAME), SAFETENSORS_NAME) as file:
+            size = os.fstat(file.fileno()).st_size
+            return read_safetensors(file, size, f"{self.label}: {SAFETENSORS_NAME}")
 
     def _read_pickle(self) -> dict[str, torch.Tensor]:
         path = self._contained(PICKLE_NAME)
         with self._open(path, PICKLE_NAME) as file:
             size = os.fstat(file.fileno()).st_size
             if file.read(len(LFS_MAGIC)) == LFS_MAGIC:
-                raise self._lfs_error(PICKLE_NAME)
+                raise lfs_error(f"{self.label}: {PICKLE_NAME}")
             file.seek(0)
             try:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
@@ -156,7 +115,7 @@ class AdapterFolder:
             raise AdapterError(f"{self.label}: {name} leads outside the allowed root")
         return path
 
-    def _open(self, path: str, name: str) -> Any:
+    def _open(self, path: str, name: str) -> BufferedReader:
         """Open without blocking on a FIFO, and only a regular file."""
         try:
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -172,14 +131,7 @@ class AdapterFolder:
             size = os.fstat(file.fileno()).st_size
             if limit is not None and size > limit:
                 raise AdapterError(f"{self.label}: {name} has {size} bytes, more than {limit}")
-            data: bytes = file.read()
-        return data
-
-    def _lfs_error(self, name: str) -> AdapterError:
-        return AdapterError(
-            f"{self.label}: {name} looks like an LFS pointer, not the file itself; "
-            "fetch the real file (git lfs pull)"
-        )
+            return file.read()
 
     def _hint(self) -> str:
         """What is there instead; nothing under a root, where names may belong to others."""
