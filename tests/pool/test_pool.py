@@ -206,6 +206,11 @@ def test_adding_a_taken_name_is_refused(kit: Any) -> None:
         ({"page_bytes": 200}, "page_bytes must be a multiple of 128"),
         ({"host_bytes": 1}, "host_bytes must be at least the arena's"),  # S16
         ({"disk_bytes": 1}, "disk_bytes needs disk_dir"),
+        ({"disk_dir": "."}, "disk_dir needs host_bytes"),
+        (
+            {"disk_dir": ".", "host_bytes": 1 << 30, "disk_bytes": 1},
+            "disk_bytes must be at least host_bytes",
+        ),
     ],
 )
 def test_bad_sizes_are_refused(kit: Any, options: dict[str, Any], message: str) -> None:

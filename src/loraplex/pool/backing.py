@@ -47,21 +47,34 @@ class Backing:
     def store(self, image: Tensor) -> IntArray:
         """Put a packed adapter into host memory; takes the lock.
 
+        With a disk tier this claims the adapter's room there too, though it may never be written:
+        so whoever is registered can always make way in host memory, and come back.
+
         Raises:
             PoolFullError: the tiers below the device are full.
         """
-        pages = self._reserve(len(image))
+        with self._lock:
+            if self.disk is not None and not self.disk.reserve(image.nbytes):
+                raise PoolFullError(
+                    f"the pool's disk tier has no room for {image.nbytes} bytes: "
+                    f"{self.disk.num_reserved} of {self.disk.budget} are taken"
+                )
+        pages = None
         try:
+            pages = self._reserve(len(image))
             self.host.write(pages, image)
         except BaseException:
-            self.abandon(pages)
+            self.abandon(pages, image.nbytes)
             raise
         return pages
 
-    def abandon(self, pages: IntArray) -> None:
-        """Give pages back that no record owns; takes the lock."""
+    def abandon(self, pages: IntArray | None, num_bytes: int) -> None:
+        """Undo :meth:`store` for an adapter that no record owns; takes the lock."""
         with self._lock:
-            self.host.release(pages)
+            if pages is not None:
+                self.host.release(pages)
+            if self.disk is not None:
+                self.disk.unreserve(num_bytes)
             self._lock.notify_all()
 
     def enter(self, record: Record) -> None:
@@ -87,7 +100,11 @@ class Backing:
         """Free all copies of a record that nothing holds; expects the lock."""
         assert record.holds == 0
         self._drop_host(record)
-        self._drop_file(record)
+        if self.disk is not None:
+            self.disk.unreserve(record.num_bytes)
+            if record.file is not None:
+                record.file.unlink(missing_ok=True)
+                record.file = None
         self._lock.notify_all()
 
     def stage(self, record: Record) -> None:
@@ -159,7 +176,8 @@ class Backing:
                 if victim.file is not None:
                     self._drop_host(victim)
                     return None
-                path = self._claim_file(victim)
+                assert self.disk is not None
+                path = self.disk.new_path()
                 self.hold(victim)
         if segment_pages > 0:
             segment = self.host.new_segment(segment_pages)
@@ -177,23 +195,6 @@ class Backing:
             return None
         return next((r for r in self._in_host if r.holds == 0), None)
 
-    def _claim_file(self, victim: Record) -> Path:
-        """Room on disk, taken from adapters that are in host memory as well."""
-        assert self.disk is not None
-        path = self.disk.reserve(victim.num_bytes)
-        for record in list(self._in_host) if path is None else ():
-            if record.file is not None and record.holds == 0:
-                self._drop_file(record)
-                path = self.disk.reserve(victim.num_bytes)
-                if path is not None:
-                    break
-        if path is None:
-            raise PoolFullError(
-                f"the pool's disk tier has no room for {victim.num_bytes} bytes: "
-                f"{self.disk.num_bytes} of {self.disk.budget} are used"
-            )
-        return path
-
     def _spill(self, victim: Record, path: Path) -> None:
         """Write a held record to disk and free its host pages."""
         assert self.disk is not None
@@ -201,8 +202,8 @@ class Backing:
         try:
             self.disk.write(path, self.host.views(victim.host))
         except BaseException:
+            path.unlink(missing_ok=True)
             with self._lock:
-                self.disk.remove(path, victim.num_bytes)
                 self.unhold(victim)
             raise
         with self._lock:
@@ -217,12 +218,6 @@ class Backing:
             self.host.release(record.host, record.last_copy)
             record.host = None
             del self._in_host[record]
-
-    def _drop_file(self, record: Record) -> None:
-        if record.file is not None:
-            assert self.disk is not None
-            self.disk.remove(record.file, record.num_bytes)
-            record.file = None
 
     def _why_full(self, count: int) -> str:
         host = self.host

@@ -34,24 +34,27 @@ class DiskTier:
 
     def __init__(self, parent: str | os.PathLike[str], budget: int | None) -> None:
         self.budget = budget
-        self.num_bytes = 0
+        self.num_reserved = 0
         self.folder = Path(tempfile.mkdtemp(prefix="loraplex-pool-", dir=parent))
         self._next = 0
         self._finalizer = weakref.finalize(self, shutil.rmtree, str(self.folder), True)
 
-    def reserve(self, num_bytes: int) -> Path | None:
-        """Claim room for a file; None if the budget does not allow it. Needs the pool's lock."""
+    def reserve(self, num_bytes: int) -> bool:
+        """Claim room for an adapter that may come here one day. Needs the pool's lock."""
         size = num_bytes + HEADER.size
-        if self.budget is not None and self.num_bytes + size > self.budget:
-            return None
-        self.num_bytes += size
+        if self.budget is not None and self.num_reserved + size > self.budget:
+            return False
+        self.num_reserved += size
+        return True
+
+    def unreserve(self, num_bytes: int) -> None:
+        """Give the room of an adapter back. Needs the pool's lock."""
+        self.num_reserved -= num_bytes + HEADER.size
+
+    def new_path(self) -> Path:
+        """A name for a file that does not exist. Needs the pool's lock."""
         self._next += 1
         return self.folder / f"{self._next:08d}.bin"
-
-    def remove(self, path: Path, num_bytes: int) -> None:
-        """Delete a file and give its room back. Needs the pool's lock."""
-        self.num_bytes -= num_bytes + HEADER.size
-        path.unlink(missing_ok=True)
 
     def write(self, path: Path, blocks: Sequence[Tensor]) -> None:
         """Write the pages of an adapter; takes its time, so call it without the lock.
@@ -66,7 +69,6 @@ class DiskTier:
                 for block in data:
                     file.write(block)
         except OSError as error:
-            path.unlink(missing_ok=True)
             kind = PoolFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else PoolError
             raise kind(f"the pool's disk tier cannot write a file: {error.strerror}") from error
 

@@ -51,8 +51,10 @@ class AdapterPool:
         device_bytes: size of the arena; a float between 0 and 1 is a share of the free memory. None
             makes room for ``max_adapters`` adapters of rank 16, and for one of ``max_rank``.
         host_bytes: budget of the host tier, None for no limit; not below the arena's size.
-        disk_dir: folder in which a disk tier keeps a private folder; None for no disk tier.
-        disk_bytes: budget of the disk tier, None for no limit.
+        disk_dir: folder in which a disk tier keeps a private folder; None for no disk tier. It is
+            for what goes beyond ``host_bytes``.
+        disk_bytes: budget of the disk tier, None for no limit; not below ``host_bytes``, since all
+            that is registered has its room there.
         base_weight: function from a layer's name to its weight [N, K]; needed for DoRA.
         base_bias: function from a layer's name to its bias [N] or None; needed for adapters that
             replace the layer's bias.
@@ -229,7 +231,7 @@ class AdapterPool:
         try:
             twin = roster.register(record, pages, replace)
         except BaseException:
-            roster.backing.abandon(pages)
+            roster.backing.abandon(pages, record.num_bytes)
             raise
         if twin is not None:
             warnings.warn(

@@ -81,8 +81,8 @@ def snapshot(roster: Roster) -> PoolStats:
         if disk is None
         else TierStats(
             budget=disk.budget,
-            reserved=disk.num_bytes,
-            used=disk.num_bytes,
+            reserved=disk.num_reserved,
+            used=sum(r.num_bytes for r in everything if r.file is not None),
             live=_live([r for r in everything if r.file is not None]),
             adapters=sum(1 for r in everything if r.file is not None),
         ),

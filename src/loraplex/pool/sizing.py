@@ -66,10 +66,7 @@ def choose_sizes(
         raise ValueError(f"device_bytes must hold a page of {page} bytes, got {device_bytes}")
     if host_bytes is not None and check_int("host_bytes", host_bytes, 1) < arena:
         raise ValueError(f"host_bytes must be at least the arena's {arena} bytes, got {host_bytes}")
-    if disk_bytes is not None:
-        check_int("disk_bytes", disk_bytes, 1)
-        if not has_disk:
-            raise ValueError(f"disk_bytes needs disk_dir, got disk_bytes={disk_bytes} alone")
+    _check_disk(host_bytes, disk_bytes, has_disk)
     return Sizes(page, arena, host_bytes, disk_bytes)
 
 
@@ -78,6 +75,19 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_disk(host_bytes: int | None, disk_bytes: int | None, has_disk: bool) -> None:
+    if has_disk and host_bytes is None:
+        raise ValueError("disk_dir needs host_bytes, or nothing would ever go to disk")
+    if disk_bytes is not None:
+        check_int("disk_bytes", disk_bytes, 1)
+        if not has_disk or host_bytes is None:
+            raise ValueError(f"disk_bytes needs disk_dir, got disk_bytes={disk_bytes} alone")
+        if disk_bytes < host_bytes:
+            raise ValueError(
+                f"disk_bytes must be at least host_bytes = {host_bytes}, got {disk_bytes}"
+            )
 
 
 def _page_bytes(
