@@ -209,6 +209,7 @@ class Touch:
         return (open, (self.marker, "w"))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("is_zip", [True, False], ids=["torch-save", "plain-pickle"])
 def test_l38_pickle_runs_no_code(is_zip: bool, folder: Path, tmp_path: Path) -> None:
     (folder / WEIGHTS).unlink()

@@ -218,6 +218,7 @@ def test_inits_that_change_the_base_are_refused(init: str, tiny: Any) -> None:
         load_adapter(trained.path)
 
 
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")
 def test_pissa_is_refused_and_its_conversion_loads(tiny: Any) -> None:
     """The way out that the message names gives peft's numbers on the original base."""
     base = tiny.model("llama-fp32")
