@@ -1,0 +1,99 @@
+"""Put the numbers of results/steps.json into README.md.
+
+    python benchmarks/readme_table.py [--check]
+
+With --check nothing is written, and the exit code is 1 if README.md would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+STEPS = ROOT / "benchmarks" / "results" / "steps.json"
+REGION = re.compile(r"(<!-- numbers:begin[^>]*-->\n).*(<!-- numbers:end -->)", re.DOTALL)
+NONE_YET = (
+    "No measurements are committed yet. `make gpu-check` writes them to `benchmarks/results/`.\n"
+)
+LINES = (
+    ("base", "`X @ C`, torch: the base GEMM alone"),
+    ("matmul", "`matmul(X, C)`, Triton: the base GEMM alone"),
+    ("serial", "`X @ C + (X @ A) @ B`, torch"),
+    ("fused", "`X @ A`, then `fused_matmul_expand(X, C, Y, B)`"),
+    ("lora_linear", "**`lora_linear`**"),
+)
+
+
+def region(text: str) -> str:
+    """The part of README.md between the markers."""
+    found = REGION.search(text)
+    if found is None:
+        raise ValueError("README.md has no <!-- numbers:begin --> ... <!-- numbers:end -->")
+    return found.group(0)
+
+
+def with_numbers(text: str, numbers: str) -> str:
+    """README.md with this text between the markers."""
+    region(text)
+    return REGION.sub(lambda found: found.group(1) + numbers + found.group(2), text)
+
+
+def numbers(path: Path = STEPS) -> str:
+    """What stands between the markers: a table, or a note that there is none yet."""
+    if not path.exists():
+        return NONE_YET
+    return table(json.loads(path.read_text()))
+
+
+def table(content: dict[str, Any]) -> str:
+    """The table of one result file of ``loraplex bench steps``."""
+    header, shape = content["header"], content["shape"]
+    rows = {row["key"]: row for row in content["rows"]}
+    base = rows["base"]["graph"]["median"]
+    lines = [
+        f"One layer at decode: M = {shape['m']}, K = {shape['k']}, N = {shape['n']}, one adapter "
+        f"of rank {shape['r']}, {shape['dtype']}, CUDA-graph replay, weights from memory.",
+        "",
+        "| | µs (p20 to p80) | over the base GEMM | of the byte floor |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for key, label in LINES:
+        row = rows[key]
+        if row["graph"] is None:
+            lines.append(f"| {label} | wrong result | | |")
+            continue
+        median, low, high = (1e3 * row["graph"][name] for name in ("median", "p20", "p80"))
+        lines.append(
+            f"| {label} | {median:.1f} ({low:.1f} to {high:.1f}) "
+            f"| {row['graph']['median'] / base:.2f} | {row['floor_share']:.0%} |"
+        )
+    lines += [
+        "",
+        f"`{header['command']}` on {header['device']}, driver {header['driver']}, torch "
+        f"{header['torch']}, Triton {header['triton']}, commit {header['commit']}, "
+        f"{header['date'][:10]}. [All numbers](benchmarks/results/steps.json), "
+        "[how they are made](benchmarks/README.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare only")
+    args = parser.parse_args()
+    text = README.read_text()
+    wanted = with_numbers(text, numbers())
+    if args.check:
+        return int(wanted != text)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
