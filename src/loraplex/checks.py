@@ -173,6 +173,15 @@ def check_rows(name: str, value: Tensor, rows: int, columns: int, device: torch.
         raise ValueError(f"{name} must be dense in its last axis, got strides {value.stride()}")
 
 
+def number_tensor(name: str, value: object) -> Tensor | None:
+    """Numbers as a tensor: a tensor stays where it is, a sequence goes to host memory."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if not isinstance(value, Sequence) or not all(isinstance(v, int | float) for v in value):
+        raise TypeError(f"{name} must be a tensor or a sequence of numbers, got {value!r}")
+    return torch.tensor(value)
+
+
 def check_per_slot(
     name: str,
     value: object,
@@ -182,14 +191,10 @@ def check_per_slot(
     dtype: torch.dtype,
 ) -> tuple[list[int] | None, Tensor]:
     """A vector over slots on the device, and whole numbers as a list if that waits for no GPU."""
-    if value is None:
+    given = number_tensor(name, value)
+    if given is None:
         row = torch.full((num_adapters,), default, dtype=dtype, device=device)
         return None if dtype.is_floating_point else [int(default)] * num_adapters, row
-    if not isinstance(value, Tensor) and (
-        not isinstance(value, Sequence) or not all(isinstance(v, int | float) for v in value)
-    ):
-        raise TypeError(f"{name} must be a tensor or a sequence of numbers, got {value!r}")
-    given = value if isinstance(value, Tensor) else torch.tensor(value)
     check_shape(name, given, [num_adapters])
     if given.is_floating_point() != dtype.is_floating_point:
         raise TypeError(

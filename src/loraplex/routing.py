@@ -86,8 +86,7 @@ class Routing:
             TypeError, ValueError: wrong dtype or shape; an index outside -1..L-1 (checked for
                 indices in host memory, and on the GPU if ``LORAPLEX_DEBUG=1``).
         """
-        if not isinstance(indices, Tensor):
-            indices = _host_indices(indices)
+        indices = index_tensor(indices)
         check_dtype("indices", indices, INDEX_DTYPES)
         check_shape("indices", indices, ["M"])
         where = indices.device if device is None else torch.device(device)
@@ -104,8 +103,7 @@ class Routing:
             TypeError, ValueError: as :meth:`from_indices`, or more indices than ``max_tokens``;
                 the routing is unchanged then.
         """
-        if not isinstance(indices, Tensor):
-            indices = _host_indices(indices)
+        indices = index_tensor(indices)
         check_dtype("indices", indices, INDEX_DTYPES)
         check_shape("indices", indices, ["M"])
         if indices.shape[0] > self.max_tokens:
@@ -158,12 +156,19 @@ class Routing:
         )
 
 
-def _host_indices(values: object) -> Tensor:
-    if not isinstance(values, Sequence):
-        raise TypeError(f"indices must be a tensor or a sequence of ints, got {values!r}")
-    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise TypeError(f"indices must be whole numbers, got {list(values)[:8]!r}")
-    return torch.tensor(values, dtype=torch.int64)
+def index_tensor(indices: object) -> Tensor:
+    """Indices as a tensor: a tensor stays where it is, a sequence of ints goes to host memory.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(indices, Tensor):
+        return indices
+    if not isinstance(indices, Sequence):
+        raise TypeError(f"indices must be a tensor or a sequence of ints, got {indices!r}")
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in indices):
+        raise TypeError(f"indices must be whole numbers, got {list(indices)[:8]!r}")
+    return torch.tensor(indices, dtype=torch.int64)
 
 
 def _canonical(device: torch.device) -> torch.device:

@@ -162,9 +162,9 @@ ROWS = [
         "add_lora", "bias", "shares_memory", lambda a: a["y"].flatten()[:N], ValueError,
         ("y", "share memory", "bias"),
     ),
-    *tensor_rows(MULTI, "x", f"[M, {K}]", "table"),
+    *tensor_rows(MULTI, "x", f"[M, {K}]", "a_pool"),
     *tensor_rows(MULTI, "a_pool", "[L, S*R_max, K]", None),
-    *tensor_rows(MULTI, "b_pool", "[3, N, R_max]", "a_pool"),
+    *tensor_rows(MULTI, "b_pool", "N, R_max]", "a_pool"),
     Bad(
         MULTI, "a_pool", "ranks", lambda a: a["a_pool"][:, 1:], ValueError,
         ("a_pool", "[3, 16, K]", "(3, 15, 16)"),

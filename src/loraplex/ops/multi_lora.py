@@ -7,11 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loraplex.checks import (
+    check_device,
+    check_same,
+    check_shape,
+    check_slices,
+    check_tensor,
+    number_tensor,
+)
 from loraplex.ops.impls import resolve
-from loraplex.ops.library import LAYOUT, ROUTED, register
+from loraplex.ops.library import register
 from loraplex.ops.routed import Layout, Routed, check_routed, layout_of, problem_of, run_expand
 from loraplex.reference import lora as reference
-from loraplex.routing import Routing
+from loraplex.routing import Routing, index_tensor
 from loraplex.table import AdapterTable
 from loraplex.tuning.choose import Config
 
@@ -51,43 +59,51 @@ def multi_lora(
         >>> lp.multi_lora(x, a, b, torch.tensor([2, 0, 1, 2])).shape
         torch.Size([4, 256])
     """
-    # ranks that lie on a GPU are not read here: a call must not wait for the device
-    is_on_device = isinstance(ranks, Tensor) and ranks.device.type != "cpu"
-    table = AdapterTable.from_pools(
-        a_pool, b_pool, slices, scaling, ranks, rank_multiple=1 if is_on_device else None
-    )
-    device = indices.device if isinstance(indices, Tensor) else table.device
-    if device.type == "cpu":
-        device = table.device
-    routing = Routing.from_indices(indices, num_adapters=table.num_adapters, device=device)
-    check_routed(x, table, routing)
+    for name, value in (("x", x), ("a_pool", a_pool), ("b_pool", b_pool)):
+        check_tensor(name, value)
+    check_device("x", x, "a_pool", a_pool.device)
+    check_same("b_pool", b_pool, "a_pool", a_pool)
+    check_shape("b_pool", b_pool, ["L", "N", "R_max"])
+    widths = check_slices(slices, b_pool.shape[1])
     d: Tensor = torch.ops.loraplex.multi_lora(
-        x, table.entries, table.storages, routing.indices, routing.places, routing.plan,
-        table.slices, layout_of(table), impl,
+        x, a_pool, b_pool, index_tensor(indices), number_tensor("scaling", scaling),
+        number_tensor("ranks", ranks), widths, impl,
     )  # fmt: skip
     return d
 
 
 def _multi_lora(
     x: Tensor,
-    entries: Tensor,
-    storages: list[Tensor],
+    a_pool: Tensor,
+    b_pool: Tensor,
     indices: Tensor,
-    places: Tensor,
-    plan: Tensor,
+    scaling: Tensor | None,
+    ranks: Tensor | None,
     slices: list[int],
-    layout: list[int],
     impl: str,
 ) -> Tensor:
-    routed = Routed(entries, storages, indices, places, plan, tuple(slices), Layout(*layout))
+    # ranks that lie on a GPU are not read here: a call must not wait for the device
+    is_on_device = ranks is not None and ranks.device.type != "cpu"
+    table = AdapterTable.from_pools(
+        a_pool, b_pool, slices, scaling, ranks, rank_multiple=1 if is_on_device else None
+    )
+    where = table.device if indices.device.type == "cpu" else indices.device
+    routing = Routing.from_indices(indices, num_adapters=table.num_adapters, device=where)
+    check_routed(x, table, routing)
+    routed = Routed(
+        table.entries, table.storages, routing.indices, routing.places, routing.plan, table.slices,
+        Layout(*layout_of(table)),
+    )  # fmt: skip
     choice = resolve(problem_of("multi_lora", x, routed), impl, x.device)
+    n = table.out_features
     if x.shape[0] == 0 or not routed.has_adapters:
-        return x.new_zeros(x.shape[0], sum(slices))
+        return x.new_zeros(x.shape[0], n)
     if choice.impl == "torch":
-        return reference.multi_lora(x, routed.adapters(x.shape[1], x.dtype), indices, sum(slices))
+        adapters = routed.adapters(x.shape[1], x.dtype)
+        return reference.multi_lora(x, adapters, routing.indices, n)
     if choice.impl == "one_launch":
         return _run_one_launch(x, routed, choice.configs["one_launch"])
-    d = x.new_zeros(x.shape[0], sum(slices))
+    d = x.new_zeros(x.shape[0], n)
     run_expand(d, x, None, routed, choice.configs)
     return d
 
@@ -112,18 +128,13 @@ def _run_one_launch(x: Tensor, routed: Routed, config: Config) -> Tensor:
     return d
 
 
-def _fake(
-    x: Tensor,
-    entries: Tensor,
-    storages: list[Tensor],
-    indices: Tensor,
-    places: Tensor,
-    plan: Tensor,
-    slices: list[int],
-    layout: list[int],
-    impl: str,
-) -> Tensor:
-    return x.new_empty(x.shape[0], sum(slices))
+def _fake(x: Tensor, a_pool: Tensor, b_pool: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], b_pool.shape[1])
 
 
-register(f"multi_lora(Tensor x, {ROUTED}, {LAYOUT}) -> Tensor", _multi_lora, _fake)
+register(
+    "multi_lora(Tensor x, Tensor a_pool, Tensor b_pool, Tensor indices, Tensor? scaling, "
+    "Tensor? ranks, int[] slices, str impl) -> Tensor",
+    _multi_lora,
+    _fake,
+)
