@@ -26,7 +26,7 @@ from loraplex.version import __version__
 
 if TYPE_CHECKING:
     from loraplex.adapters import Adapter, load_adapter
-    from loraplex.nn import attach, detach
+    from loraplex.nn.attach import attach, detach
     from loraplex.pool import AdapterPool
 
 # rooms that most users of the ops alone never open
