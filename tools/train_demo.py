@@ -269,7 +269,7 @@ A Llama of about a million parameters and adapters on it, all trained by
         --hidden {args.hidden} --vocab {args.vocab} \\
         --base-steps {args.base_steps} --threads {args.threads}
 
-on {args.threads} CPU cores in {seconds:.0f} s ({versions}); {size / 1e6:.1f} MB in fp16.
+in {seconds:.0f} s ({versions}); {size / 1e6:.1f} MB in fp16.
 The text is made by `tools/demo_corpus.py`: {learnt} questions to learn, each in two or more
 wordings and in every style, and {held_out} combinations that no model saw. *Held out* is the share
 of those whose greedy answer is exactly the expected one; *loss* is the mean of the last 20 steps.

@@ -175,8 +175,16 @@ def _peft(model: Any) -> None:
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
-def _hook(model: Any) -> None:
+def _offload(model: Any) -> None:
     model.model.layers[0].mlp.up_proj._hf_hook = object()
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def _share(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
 
 
 UP = "model.layers.0.mlp.up_proj"
@@ -187,7 +195,9 @@ REFUSED = {
     "meta": (_set(UP, nn.Linear(40, 56, device="meta")), TypeError, rf"{UP}.*meta"),
     "experts": (_experts, TypeError, r"mlp\.experts\.0.*expert"),
     "peft": (_peft, TypeError, r"q_proj.*unload PEFT"),
-    "offloaded": (_hook, TypeError, rf"{UP}.*accelerate"),
+    "offloaded": (_offload, TypeError, rf"{UP}.*accelerate"),
+    "hooked": (_hook, TypeError, rf"{UP}.*forward hooks"),
+    "shared": (_share, TypeError, rf"{UP}.*layers\.1\.mlp\.up_proj.*one module"),
     "two-dtypes": (
         _set(UP, nn.Linear(40, 56, dtype=torch.float16)),
         ValueError,
@@ -291,6 +301,25 @@ def test_routing_is_built_once_per_shape_not_per_layer_or_step(
     ids = torch.tensor([[5, 6, 7], [7, 8, 9]], device=attached.device)
     attached.generate(ids, max_new_tokens=6, adapter_names=["mlp", "dora"], num_beams=2)
     assert built == [2 * 2 * 3, 2 * 2]
+
+
+@pytest.mark.gpu
+def test_a_decoding_step_never_waits_for_the_gpu(attached: Any) -> None:
+    layer = attached.model.layers[0].mlp.up_proj
+    x = torch.randn(4, 1, 40, device=attached.device)
+    with (
+        torch.no_grad(),
+        attached._loraplex.serving(["mlp", None, "dora", "mlp"], 4, may_expand=False),
+    ):
+        attached._loraplex.begin(4, 1)
+        expected = layer(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            attached._loraplex.begin(4, 1)
+            again = layer(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, expected)
 
 
 def test_an_adapter_removed_while_it_generates_stays_until_the_end(

@@ -53,11 +53,17 @@ def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear
     """
     unused = set(exclude)
     found: dict[str, nn.Linear] = {}
-    for name, layer in model.named_modules():
+    paths: dict[int, str] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
         fitting = [word for word in exclude if _fits(name, word)]
         unused.difference_update(fitting)
         if fitting or not _is_linear(layer) or any(name.startswith(f"{n}.") for n in found):
             continue
+        if id(layer) in paths:
+            raise TypeError(
+                f"layers {paths[id(layer)]!r} and {name!r} are one module in two places"
+            )
+        paths[id(layer)] = name
         _check_layer(name, layer)
         found[name] = cast(nn.Linear, layer)
     # A model without a head has nothing to leave out by that name.
@@ -102,6 +108,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         raise TypeError(
             f"layer {name!r} is moved by accelerate (device_map); load it on one device"
         )
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise TypeError(f"layer {name!r} has forward hooks, which would be left out; remove them")
     if EXPERT.search(f".{name}."):
         raise TypeError(
             f"layer {name!r} is one of several experts, which run on a selection of the tokens; "

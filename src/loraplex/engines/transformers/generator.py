@@ -28,14 +28,13 @@ class Completion:
 class Generator:
     """A model with adapters that serves batches of requests.
 
-        Example:
-            >>> from loraplex.demo import load_demo_model
-            >>> from loraplex.adapters import load_adapter
-    from loraplex.engines.transformers import Generator, Request
-            >>> model, tokenizer, adapters = load_demo_model()
-            >>> generator = Generator(model, tokenizer, {"shout": adapters["shout"]})
-            >>> [c.text for c in generator.run([Request("What is a key for?", "shout")])]
-            ['WITH A KEY YOU CAN OPEN A DOOR!!!']
+    Example:
+        >>> from loraplex.demo import load_demo_model
+        >>> from loraplex.engines.transformers import Generator, Request
+        >>> model, tokenizer, adapters = load_demo_model()
+        >>> generator = Generator(model, tokenizer, {"shout": adapters["shout"]})
+        >>> [c.text for c in generator.run([Request("What is a key for?", "shout")])]
+        ['WITH A KEY YOU CAN OPEN A DOOR!!!']
     """
 
     def __init__(
