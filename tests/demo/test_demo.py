@@ -13,6 +13,7 @@ import pytest
 
 import loraplex.cli.demo as command
 from loraplex.adapters import load_adapter
+from loraplex.cli import render
 from loraplex.cli.main import main
 from loraplex.demo import demo_adapters, demo_folder, load_demo_model
 from loraplex.demo.proof import greedy
@@ -62,6 +63,13 @@ def test_without_peft_the_proof_is_skipped_and_said_so(
     out = capsys.readouterr().out
     assert "Proof SKIPPED: peft is not installed" in out
     assert "PROVED" not in out
+
+
+def test_a_rich_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    render._print_rich([render.Column("[a]")], [["[/x] :key: [red]"]], "[bold]", [])
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("[a]", "[/x] :key: [red]", "[bold]"))
 
 
 def test_embedded_files_are_small_and_varied() -> None:

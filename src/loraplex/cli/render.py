@@ -81,12 +81,14 @@ def _print_rich(
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left")
+    # Text, since a plain str would be read as markup: "[/x]" and ":key:" are cells like others.
+    table = Table(title=Text(title) if title else None, box=SIMPLE_HEAD, title_justify="left")
     for column in columns:
-        table.add_column(column.title, justify="right" if column.is_number else "left")
+        table.add_column(Text(column.title), justify="right" if column.is_number else "left")
     for number, row in enumerate(rows):
-        table.add_row(*row, style="bold red" if number in bad_rows else None)
+        table.add_row(*map(Text, row), style="bold red" if number in bad_rows else None)
     Console().print(table)
 
 
