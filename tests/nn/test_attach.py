@@ -252,6 +252,8 @@ def test_what_would_break_an_attached_model_is_refused(attached: Any) -> None:
             change()
     with pytest.raises(lp.LoraplexError, match="cannot be copied"):
         copy.deepcopy(attached)
+    with pytest.raises(lp.LoraplexError, match="generate_batch cannot have adapter_names"):
+        attached.generate_batch([[5, 6]], adapter_names=["mlp"])
     for method in ("load_adapter", "set_adapter", "disable_adapters", "delete_adapter"):
         with pytest.raises(lp.LoraplexError, match=f"{method} belongs to transformers"):
             getattr(attached, method)("mlp")

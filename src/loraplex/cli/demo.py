@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     adapters = demo_adapters()
     rows = [(prompt, adapter) for prompt in prompts for adapter in (None, *adapters)]
     print(
-        f"One batch of {len(rows)} rows on {device} in {args.dtype}: {len(prompts)} prompts, each "
+        f"One batch of {len(rows)} rows on {device} in {args.dtype}: {len(prompts)} prompt(s), each "
         f"for the base model and {len(adapters)} adapters."
     )
     answers, seconds, tokenizer = _serve(rows, adapters, dtype, device, args.impl)

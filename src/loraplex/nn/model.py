@@ -95,6 +95,16 @@ class AttachedModel(nn.Module):
         with self._loraplex.serving(adapter_names, 1 if batch is None else batch, may_expand=True):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Base model only: transformers' continuous batching packs rows in ways of its own.
+
+        Raises:
+            LoraplexError: ``adapter_names`` was given, which would be passed over in silence.
+        """
+        if "adapter_names" in kwargs:
+            raise LoraplexError("generate_batch cannot have adapter_names; use generate")
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise LoraplexError(
             "an attached model cannot change its device or dtype: its adapters would stay behind; "
