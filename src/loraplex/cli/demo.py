@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     adapters = demo_adapters()
     rows = [(prompt, adapter) for prompt in prompts for adapter in (None, *adapters)]
     print(
-        f"One batch of {len(rows)} rows on {device} in {args.dtype}: {len(prompts)} prompt(s), each "
-        f"for the base model and {len(adapters)} adapters."
+        f"One batch of {len(rows)} rows on {device} in {args.dtype}: {len(prompts)} prompt(s), "
+        f"each for the base model and {len(adapters)} adapters."
     )
     answers, seconds, tokenizer = _serve(rows, adapters, dtype, device, args.impl)
     proof, peft_seconds = _prove(rows, adapters, dtype, device, args.no_proof)
