@@ -13,7 +13,7 @@ WORKERS ?= 2
 ARGS ?=
 
 # make gpu-check uses the interpreter that already holds a CUDA torch; nothing is installed.
-GPU_PYTHON := PYTHONPATH=src $(PYTHON)
+GPU_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 GPU_WORKERS ?= 8
 RESULTS ?= benchmarks/results
 

@@ -188,7 +188,7 @@ def test_import_does_no_work() -> None:
         [sys.executable, "-c", probe],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])},
         check=False,
     )
     assert done.returncode == 0, done.stderr

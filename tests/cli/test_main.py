@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -15,6 +16,8 @@ from loraplex.errors import AdapterError
 from loraplex.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +86,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m loraplex env | true"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        env=ENVIRONMENT,
     )  # fmt: skip
     assert done.stderr == ""
 
@@ -98,7 +101,7 @@ def test_only_the_command_that_runs_is_imported() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+        env=ENVIRONMENT,
     )  # fmt: skip
     wanted = ["loraplex.cli.env", "loraplex.cli.main", "loraplex.cli.render"]
     assert done.stderr.strip() == str(wanted)
