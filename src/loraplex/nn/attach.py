@@ -193,6 +193,13 @@ def detach(model: AttachedModel) -> Any:
     Raises:
         TypeError: the model is not attached.
         LoraplexError: it is generating in this thread.
+
+    Example:
+        >>> import loraplex as lp
+        >>> from loraplex.demo import load_demo_model
+        >>> model = lp.attach(load_demo_model()[0])
+        >>> type(lp.detach(model)).__name__
+        'LlamaForCausalLM'
     """
     if not isinstance(model, AttachedModel):
         raise TypeError(f"model must be attached, got a plain {type(model).__name__}")
