@@ -202,6 +202,9 @@ class Streams:
     def adopt(self, memory: Tensor) -> None:
         pass
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
     def copying(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

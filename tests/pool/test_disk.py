@@ -113,6 +113,17 @@ def test_a_full_host_tier_without_disk_refuses_the_newcomer(kit: Any) -> None:
     kit.assert_serves(pool, "0", kit.adapter(0))
 
 
+def test_what_is_held_stays_in_host_memory(kit: Any, small: Any) -> None:
+    backing, held = small._roster.backing, small._roster.records["4"]
+    with small._roster.lock:
+        backing.hold(held)  # as while it is being copied from, or waits for its turn
+    small.add("6", kit.adapter(6))
+    assert small.info("4").tiers == ("host",)
+    assert small.info("5").tiers == ("disk",)
+    with small._roster.lock:
+        backing.unhold(held)
+
+
 def test_nobody_waits_for_a_disk_read(
     kit: Any, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,5 +260,5 @@ def test_any_order_of_calls(kit: Any, has_streams: bool) -> None:
     Machine.kit = kit
     Machine.make_timeline = staticmethod(kit.streams if has_streams else lambda: None)
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
+        Machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
     )

@@ -23,9 +23,8 @@ class HostTier:
     Args:
         page_bytes: size of a page.
         budget: bytes, None for no limit.
-        timeline: of the device that is copied to; says when pages may be reused.
+        timeline: of the device that is copied to; gives memory, says when pages may be reused.
         segment_bytes: how much to add at a time, at most ``LARGEST_SEGMENT``.
-        is_pinned: whether the device copies from here by DMA.
     """
 
     def __init__(
@@ -35,13 +34,11 @@ class HostTier:
         timeline: Timeline,
         *,
         segment_bytes: int,
-        is_pinned: bool,
     ) -> None:
         self.page_bytes = page_bytes
         self.budget_pages = None if budget is None else budget // page_bytes
         self._segment_pages = max(1, min(segment_bytes, LARGEST_SEGMENT) // page_bytes)
         self._timeline = timeline
-        self._is_pinned = is_pinned
         self._segments: list[Tensor | None] = []
         self._allocator = PageAllocator(0)
         self._leaving: list[tuple[Mark, IntArray]] = []  # freed, but still being copied from
@@ -91,8 +88,8 @@ class HostTier:
 
     def new_segment(self, count: int) -> Tensor:
         """Memory for a segment of :meth:`growth` pages; slow if pinned, so not under the lock."""
-        shape = (count, self.page_bytes)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+        memory = self._timeline.host_memory(count * self.page_bytes)
+        return memory.view(count, self.page_bytes)
 
     def attach(self, segment: Tensor) -> None:
         """Take a segment into use."""

@@ -132,13 +132,11 @@ class AdapterPool:
             timeline=self.timeline,
             counters=counters,
         )
-        is_pinned = self.device.type == "cuda"
         host = HostTier(
             sizes.page_bytes,
             sizes.host_bytes,
             self.timeline,
             segment_bytes=sizes.device_bytes,
-            is_pinned=is_pinned,
         )
         disk = None if disk_dir is None else DiskTier(disk_dir, sizes.disk_bytes)
         backing = Backing(lock, host, disk, self.timeline, counters)

@@ -82,7 +82,9 @@ class Roster:
             record.host = pages
             self.backing.enter(record)
             self.records[name] = record
-            twins = (r.name for r in self.records.values() if r.source == record.source != "")
+            if not record.source:
+                return None
+            twins = (r.name for r in self.records.values() if r.source == record.source)
             return next((twin for twin in twins if twin != name), None)
 
     def remove(self, name: str) -> None:

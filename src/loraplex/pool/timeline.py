@@ -21,6 +21,9 @@ class Timeline(Protocol):
     def adopt(self, memory: Tensor) -> None:
         """Hand device memory over to the copy stream, which alone writes it from now on."""
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Uninitialised host memory from which the device copies at full speed."""
+
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Within it, :meth:`copy_`, :meth:`clear_` and :meth:`mark` go to the copy stream."""
 
@@ -60,6 +63,9 @@ class HostTimeline:
 
     def adopt(self, memory: Tensor) -> None:  # noqa: D102
         pass
+
+    def host_memory(self, num_bytes: int) -> Tensor:  # noqa: D102
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copying(self) -> contextlib.AbstractContextManager[None]:  # noqa: D102
         return contextlib.nullcontext()
@@ -108,6 +114,10 @@ class CudaTimeline:
         # It was allocated and cleared on the caller's stream, and a pool may go away mid-copy.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         memory.record_stream(self.stream)
+
+    def host_memory(self, num_bytes: int) -> Tensor:  # noqa: D102
+        with torch.cuda.device(self._device):  # any thread, without touching another GPU
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:  # noqa: D102

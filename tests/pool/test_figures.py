@@ -1,0 +1,59 @@
+"""The benchmark of the pool runs anywhere; only on a GPU do its numbers mean something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex import LoraplexError
+from loraplex.bench import pool as bench
+
+
+def test_quick_mode_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results" / "pool.json"
+    assert bench.main(["--quick", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    content = json.loads(path.read_text())
+    assert content["mode"] == "quick"
+    assert "mode quick" in printed
+    assert ("No GPU" in printed) == (not torch.cuda.is_available())
+    names = [figure["name"] for figure in content["figures"]]
+    assert len(names) == len(set(names)) >= 12
+    for words in ("plain copy", "device-ready", "64 of 20", "64 of 100", "rank 8", "loading"):
+        assert any(words in name for name in names), words
+    for figure in content["figures"]:
+        assert figure["value"] > 0
+        assert figure["most"] is None
+        assert figure["name"] in printed
+
+
+def test_a_missed_limit_shows() -> None:
+    missed = bench.Figure("ratio", 1.4, "x", 1.3)
+    assert not missed.is_met
+    assert "<= 1.3   MISSED" in bench.as_row(missed)
+    assert "met" in bench.as_row(bench.Figure("ratio", 1.2, "x", 1.3))
+    assert bench.Figure("time", 5.0, "ms").is_met
+
+
+def test_wrong_weights_refuse_the_numbers(device: torch.device) -> None:
+    shapes = bench.QUICK.shapes()
+    adapter = bench.make_adapter(shapes, 8, torch.float32)
+    with bench.lp.AdapterPool(
+        shapes, max_adapters=1, dtype=torch.float32, device=device, max_rank=8
+    ) as pool:
+        pool.add("a", adapter)
+        bench._check_weights(pool, "a", adapter)
+        pool.table(next(iter(shapes))).storages[0].fill_(0)
+        with pytest.raises(LoraplexError, match="weights are wrong"):
+            bench._check_weights(pool, "a", adapter)
+
+
+def test_the_model_is_llama_3_8b() -> None:
+    shapes = bench.LLAMA_8B.shapes()
+    num_bytes = (
+        2 * 16 * sum(s.in_features * len(s.slices) + s.out_features for s in shapes.values())
+    )
+    assert num_bytes == 83_886_080  # the 84 MB of a rank-16 adapter
