@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loraplex import env
 from loraplex.checks import (
     REFERENCE_DTYPES,
     check_device,
@@ -114,7 +115,8 @@ class AdapterTable:
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape, or a
-                rank lies outside 0..R_max.
+                rank lies outside 0..R_max (seen on a GPU only where ranks are read anyway, or if
+                ``LORAPLEX_DEBUG=1``).
         """
         check_dtype("a_pool", check_tensor("a_pool", a_pool), REFERENCE_DTYPES)
         check_shape("a_pool", a_pool, ["L", "S*R_max", "K"])
@@ -132,10 +134,12 @@ class AdapterTable:
         for name, extra in (("column_scale", column_scale), ("bias", bias)):
             if extra is not None:
                 check_rows(name, extra, num_adapters, out_features, device)
-        if rank_multiple is None and rank_list is None:
+        if rank_list is None and (rank_multiple is None or env.is_debug()):
             rank_list = [int(r) for r in rank_row.tolist()]
         for slot, rank in enumerate(rank_list or ()):
             check_int(f"ranks[{slot}]", rank, 0, max_rank)
+        # a rank that nobody has read must not lead a kernel out of the pools
+        rank_row = rank_row.clamp(0, max_rank)
         fitting = _layout_multiple(a_pool, b_pool, max_rank, rank_list or [])
         if rank_multiple is None:
             rank_multiple = fitting
