@@ -11,7 +11,7 @@ import torch
 
 import loraplex as lp
 from loraplex import AdapterExistsError, PoolError, PoolFullError, UnknownAdapterError
-from loraplex.adapters import LayerShape
+from loraplex.adapters import Adapter, AdapterSpec, LayerShape
 
 
 def test_acquire_gives_a_slot_per_name_and_minus_one_for_the_base(kit: Any) -> None:
@@ -59,6 +59,38 @@ def test_the_ops_read_the_arena(kit: Any, impl: str) -> None:
             if module is not None:
                 a, b = module.a.double().to(x.device), module.b.double().to(x.device)
                 want[row, slice(*columns)] += module.scaling * (x[row].double() @ a.T) @ b.T
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_ops_apply_dora_and_biases(kit: Any, impl: str) -> None:
+    layer, device = "layers.0.down", kit.device
+    weights = {
+        name: torch.randn(shape.out_features, shape.in_features, device=device)
+        for name, shape in kit.layers().items()
+    }
+    pool = kit.pool(
+        max_adapters=3,
+        base_weight=weights.__getitem__,
+        base_bias=lambda name: torch.ones(kit.layers()[name].out_features),
+    )
+    trained = torch.arange(20.0)
+    pool.add("bias", Adapter(AdapterSpec(r=8), {}, biases={layer: trained}))
+    dora = kit.adapter(1, magnitude=lambda width: torch.rand(width) + 0.5, lora_bias=torch.randn)
+    pool.add("dora", dora)
+    x, weight = torch.randn(3, 48, device=device), weights[layer]
+    with pool.acquire(["bias", None, "dora"]) as lease:
+        routing = lp.Routing.from_indices(lease.indices, num_adapters=3, device=device)
+        table, bias = pool.table(layer), torch.ones(20, device=device)
+        y = lp.lora_linear(x, weight, table, routing, bias=bias, impl=impl)
+    module = dora.modules[layer]
+    a, b, magnitude, lora_bias = (
+        t.double().to(device) for t in (module.a, module.b, module.magnitude, module.lora_bias)
+    )
+    wide, base = weight.double(), x.double() @ weight.double().T
+    scale = magnitude / (wide + module.scaling * b @ a).norm(dim=1)
+    delta = module.scaling * (x[2].double() @ a.T @ b.T + lora_bias)
+    want = torch.stack([base[0] + trained.to(device), base[1] + 1, scale * (base[2] + delta) + 1])
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
 
 

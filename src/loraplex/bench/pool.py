@@ -98,6 +98,11 @@ def make_adapter(shapes: dict[str, LayerShape], rank: int, dtype: torch.dtype) -
     return Adapter(AdapterSpec(r=rank), modules)
 
 
+def weight_bytes(adapter: Adapter) -> int:
+    """Bytes of all A and B."""
+    return sum(module.a.nbytes + module.b.nbytes for module in adapter.modules.values())
+
+
 def measure_loading(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Figure]:
     """Pinned host memory to device-ready, against one plain copy of the same bytes."""
     shapes = sizes.shapes()
@@ -106,7 +111,7 @@ def measure_loading(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> I
         names = [f"adapter-{i}" for i in range(4)]
         for name in names:
             pool.add(name, adapter)
-        num_bytes = pool.info(names[0]).num_bytes
+        num_bytes = weight_bytes(adapter)
         link = median_seconds(_raw_copy(num_bytes, device), sizes.repeat, device)
         turn = iter(names * (sizes.repeat + 3))
 
@@ -154,7 +159,7 @@ def measure_bytes(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Ite
     """Device bytes of resident rank-8 adapters in a pool that takes rank 64, against their own."""
     shapes = sizes.shapes()
     adapter = make_adapter(shapes, 8, dtype)
-    own = sum(m.a.nbytes + m.b.nbytes for m in adapter.modules.values())
+    own = weight_bytes(adapter)
     most = max(sizes.residents)
     with lp.AdapterPool(shapes, max_adapters=most, dtype=dtype, device=device, max_rank=64) as pool:
         for i in range(most):
