@@ -121,7 +121,7 @@ def test_graph_sees_new_adapters(step: tuple[str, Inputs, Callable[[], Tensor]])
             )
         if change == "clear":
             inputs.table.clear_(3)
-            parts[3] = [type(p)(p.a[:0], p.b[:, :0], 1.0, None, None) for p in inputs.adapters[3]]
+            parts[3] = [replace(p, a=p.a[:0], b=p.b[:, :0]) for p in inputs.adapters[3]]
         graph.replay()
         assert_right(op, replace(inputs, adapters=parts), output, rows)
 
