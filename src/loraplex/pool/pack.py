@@ -169,8 +169,8 @@ class Packer:
 
     def _cast(self, module: ModuleLora, part: str, value: Tensor) -> Tensor:
         cast = value.detach().to(device="cpu", dtype=self.dtype)
-        if not torch.isfinite(cast).all():
-            if torch.isfinite(value).all():
+        if not _is_finite(cast):
+            if _is_finite(value):
                 largest = float(value.abs().max())
                 raise AdapterError(
                     f"{module.name}.{part} has values up to {largest:.3g}, which overflow the "
@@ -234,8 +234,13 @@ def _record(shape: LayerShape, module: ModuleLora) -> IntArray:
     return record
 
 
+def _is_finite(value: Tensor) -> bool:
+    low, high = torch.aminmax(value)  # one pass and no copy; both are NaN where any value is
+    return math.isfinite(low) and math.isfinite(high)
+
+
 def _finite(module: ModuleLora, part: str, value: Tensor) -> Tensor:
-    if not torch.isfinite(value).all():
+    if not _is_finite(value):
         raise AdapterError(f"the {part} of {module.name} has values that are not finite")
     return value
 
