@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.tile import expand_tile, finish_rows, locate_slice
+from loraplex.kernels.tile import (
+    expand_tile,
+    finish_rows,
+    load_groups_of_places,
+    locate_slice,
+)
 
 
 @triton.jit
@@ -14,13 +20,14 @@ def expand_kernel(
     bias_ptr,
     entries_ptr, stride_el,
     stride_br,
-    partial_ptr, stride_pk, stride_pm, stride_ps,
+    v_ptr, stride_vk, stride_vm, stride_vs,
+    groups_ptr, stride_gt, stride_gs,
     indices_ptr,
     places_ptr,
     plan_ptr,
     num_tokens,
     SLICES: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    V_SPLIT_K: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
@@ -30,34 +37,43 @@ def expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    LORA_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = column_scale * (y - bias + scaling * v B^T) + bias + adapter_bias, base rows untouched.
 
-    y [M, N]; partial [SPLIT_K, M, S, R_max] from the shrink; bias is what y holds already.
+    y [M, N]; v and groups from the shrink; bias is what y holds already.
     """
     # which tile; a tile without adapters is left alone
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     part, start, width, first = locate_slice(tl.program_id(1), SLICES, BLOCK_N)
     column = first + tl.arange(0, BLOCK_N)
     tile = tl.program_id(0) * BLOCK_M // TILE_M
-    if tl.load(plan_ptr + tile * (16 + 3 * TILE_M)) == 0:
+    if tl.load(plan_ptr + tile * (16 + 4 * TILE_M)) == 0:
         return
 
+    safe_row = tl.minimum(row, num_tokens - 1).to(tl.int64)
+    safe_column = tl.minimum(column, width - 1).to(tl.int64)
+    groups = load_groups_of_places(entries_ptr, stride_el, plan_ptr, tile, part, TILE_M, PLACES)
+    row_place = tl.load(places_ptr + safe_row)
+
+    # y and v are final once everything before has finished
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     delta = expand_tile(
         tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
-        entries_ptr, stride_el,
+        v_ptr, stride_vk, stride_vm, stride_vs,
+        groups_ptr, stride_gt, stride_gs,
         stride_br,
-        partial_ptr, stride_pk, stride_pm, stride_ps,
-        places_ptr,
-        plan_ptr,
-        num_tokens, row, column, part, width,
-        SPLIT_K, RANK_MULTIPLE, TILE_M, PLACES, BLOCK_R,
+        safe_row, row_place, safe_column, tile, part, tl.sum(groups, axis=0),
+        V_SPLIT_K, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, False, LORA_STAGES,
         y_ptr.dtype.element_ty, PRECISION,
     )  # fmt: skip
 
     # only rows with an adapter are read and written, so base rows keep their bits
-    has_adapter = tl.load(places_ptr + row, mask=row < num_tokens, other=-1) >= 0
+    has_adapter = (row_place >= 0) & (row < num_tokens)
     target = y_ptr + row.to(tl.int64)[:, None] * stride_ym
     target += (start + column).to(tl.int64)[None, :] * stride_yn
     mask = has_adapter[:, None] & (column < width)[None, :]
@@ -81,7 +97,8 @@ def launch_expand(
     bias,
     entries,
     stride_br,
-    partial,
+    v,
+    groups,
     indices,
     places,
     plan,
@@ -93,9 +110,11 @@ def launch_expand(
     tile_m,
     num_places,
     precision,
+    is_dependent,
     block_m,
     block_n,
     block_r,
+    lora_stages,
     num_warps,
     num_stages,
 ):
@@ -107,13 +126,14 @@ def launch_expand(
         bias if bias is not None else y,
         entries, entries.stride(0),
         stride_br,
-        partial, partial.stride(0), partial.stride(1), partial.stride(2),
+        v, v.stride(0), v.stride(1), v.stride(2),
+        groups, groups.stride(0), groups.stride(1),
         indices,
         places,
         plan,
         num_tokens,
         SLICES=slices,
-        SPLIT_K=partial.shape[0],
+        V_SPLIT_K=v.shape[0],
         RANK_MULTIPLE=rank_multiple,
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,
@@ -123,7 +143,10 @@ def launch_expand(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
+        LORA_STAGES=lora_stages,
+        PDL=is_dependent,
         PRECISION=precision,
         num_warps=num_warps,
         num_stages=num_stages,
+        **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip

@@ -20,7 +20,7 @@ def routing_kernel(
     TILE_M: tl.constexpr,
     ITEM_M: tl.constexpr,
 ):  # fmt: skip
-    """source [M], any integers -> indices [M], places [M], plan [T, 16 + 3 TILE_M]."""
+    """source [M], any integers -> indices [M], places [M], plan [T, 16 + 4 TILE_M]."""
     # which tile
     tile = tl.program_id(0)
     lane = tl.arange(0, TILE_M)
@@ -47,19 +47,21 @@ def routing_kernel(
     size = tl.sum(is_member.to(tl.int32), axis=1)
     start = tl.cumsum(size, axis=0) - size
     group_start = tl.sum(tl.where(group[:, None] == lane[None, :], start[None, :], 0), axis=1)
-    base = plan_ptr + tile * (16 + 3 * TILE_M)
+    base = plan_ptr + tile * (16 + 4 * TILE_M)
     tl.store(base + 16 + number, index, mask=is_leader)
     tl.store(base + 16 + TILE_M + group_start + earlier, row, mask=in_rows)
 
-    # items: each group in pieces of ITEM_M rows
+    # items: each group in pieces of ITEM_M rows, with the group's slot
+    leads = is_leader[None, :] & (number[None, :] == lane[:, None])
+    slot = tl.sum(tl.where(leads, index[None, :] + 1, 0), axis=1) - 1
     pieces = (size + ITEM_M - 1) // ITEM_M
     first_item = tl.cumsum(pieces, axis=0) - pieces
     for piece in tl.static_range((TILE_M + ITEM_M - 1) // ITEM_M):
         rest = tl.minimum(size - piece * ITEM_M, ITEM_M)
-        packed = (lane << 16) | ((start + piece * ITEM_M) << 8) | rest
-        if piece == 0:
-            packed |= 1 << 15
-        tl.store(base + 16 + 2 * TILE_M + first_item + piece, packed, mask=piece < pieces)
+        packed = ((start + piece * ITEM_M) << 8) | rest
+        item_ptr = base + 16 + 2 * TILE_M + first_item + piece
+        tl.store(item_ptr, packed, mask=piece < pieces)
+        tl.store(item_ptr + TILE_M, slot, mask=piece < pieces)
     tl.store(base, count)
     tl.store(base + 1, tl.sum(pieces, axis=0))
 

@@ -1,9 +1,10 @@
 """v = x A^T for tokens of many adapters: a program per item, i.e. some rows of one adapter.
 
-Only the item's own rows of x are read, so the bytes follow what occurs. Two forms of the result:
-planes of partial sums for a consumer that adds them up (:func:`shrink_kernel`), and v in the
-activation dtype, block-diagonal over the adapters of a tile, for a consumer that reads v as if it
-were more columns of x (:func:`shrink_wide_kernel`).
+Only the item's own rows of x are read, so the bytes follow what occurs. The product is so narrow
+that one chain of dependent matrix instructions would take longer than its loads: K is dealt out to
+LANES of them, a warp or more each, and to SPLIT_K programs, whose planes the consumer adds up in
+order. Before the first load of x stand two rounds of loads that depend on each other, item and
+entry; each costs the latency of the cache, so nothing is branched on in between.
 """
 
 from __future__ import annotations
@@ -12,59 +13,98 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.tile import ENTRY_FIELDS
-
-
-@triton.jit
-def load_item(plan_ptr, tile, item, TILE_M: tl.constexpr, ITEM_M: tl.constexpr):
-    """Place, whether it is the place's first item, rows [ITEM_M] and which of them are real."""
-    plan = plan_ptr + tile * (16 + 3 * TILE_M)
-    packed = tl.load(plan + 16 + 2 * TILE_M + item)
-    start = (packed >> 8) & 0x7F
-    lane = tl.arange(0, ITEM_M)
-    has_row = lane < (packed & 0xFF)
-    row = tl.load(plan + 16 + TILE_M + start + lane, mask=has_row, other=0)
-    return packed >> 16, (packed >> 15) & 1, row, has_row
+from loraplex.kernels.tile import ENTRY_FIELDS, GROUP_FIELDS
 
 
 @triton.jit
 def shrink_rows(
-    acc,
     x_ptr, stride_xm, stride_xk,
-    entry_ptr,
-    stride_ak,
+    a_ptr, stride_ar, stride_ak,
     row, has_row,
     rank_index, rank,
     split,
     K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
+    ITEM_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LANES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [ITEM_M, BLOCK_R] += x[row] A[rank_index]^T over one part of K."""
+    """x[row] A[rank_index]^T [ITEM_M, BLOCK_R] over one part of K, in float32."""
     # blocks of K are counted whole, so that every part begins at an aligned offset
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    a_ptr = tl.load(entry_ptr).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    stride_ar = tl.load(entry_ptr + 1)
+    STEP: tl.constexpr = BLOCK_K * LANES
+    STEPS: tl.constexpr = (K + STEP * SPLIT_K - 1) // (STEP * SPLIT_K)
     if RANK_MULTIPLE == 8:
         a_ptr = tl.multiple_of(a_ptr, 16)
         stride_ar = tl.multiple_of(stride_ar, 8)
-    x_row = x_ptr + row.to(tl.int64)[:, None] * stride_xm
-    a_row = a_ptr + rank_index.to(tl.int64)[:, None] * stride_ar
-    first = split * STEPS * BLOCK_K
+    x_row = x_ptr + row.to(tl.int64)[None, :, None] * stride_xm
+    a_row = a_ptr + rank_index.to(tl.int64)[None, :, None] * stride_ar
+    lane_k = tl.arange(0, LANES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    acc = tl.zeros((LANES, ITEM_M, BLOCK_R), dtype=tl.float32)
     for step in range(STEPS):
-        k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x_mask = has_row[:, None]
-        a_mask = (rank_index < rank)[:, None]
-        if K % (BLOCK_K * SPLIT_K) != 0:
-            x_mask = x_mask & (k < K)[None, :]
-            a_mask = a_mask & (k < K)[None, :]
-        offset = k.to(tl.int64)[None, :]
-        x = tl.load(x_row + offset * stride_xk, mask=x_mask, other=0.0)
-        a = tl.load(a_row + offset * stride_ak, mask=a_mask, other=0.0)
-        acc = tl.dot(x, a.T, acc, input_precision=PRECISION)
-    return acc
+        k = (split * STEPS + step) * STEP + lane_k
+        x_mask = has_row[None, :, None]
+        a_mask = (rank_index < rank)[None, :, None]
+        if K % (STEP * SPLIT_K) != 0:
+            x_mask = x_mask & (k < K)
+            a_mask = a_mask & (k < K)
+        x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=x_mask, other=0.0)
+        a = tl.load(a_row + k.to(tl.int64) * stride_ak, mask=a_mask, other=0.0)
+        acc = tl.dot(x, tl.permute(a, (0, 2, 1)), acc, input_precision=PRECISION)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def write_groups(
+    groups_ptr, stride_gt, stride_gs,
+    entries_ptr, stride_el,
+    stride_br,
+    plan_ptr,
+    tile,
+    part,
+    TILE_M: tl.constexpr,
+    PLACES: tl.constexpr,
+    FILL: tl.constexpr,
+    ITEM_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The groups of all adapters of one tile; the last block of FILL groups is filled up."""
+    place = tl.arange(0, PLACES)
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    is_place = place < tl.load(plan)
+    slot = tl.load(plan + 16 + place, mask=is_place, other=0)
+    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
+    b_ptr = tl.load(entry_ptr + 2, mask=is_place, other=0)
+    stride_bn = tl.load(entry_ptr + 3, mask=is_place, other=0)
+    rank = tl.load(entry_ptr + 4, mask=is_place, other=0).to(tl.int32)
+    own = (rank + 7) // 8
+    end = tl.cumsum(own, axis=0)
+    total = tl.sum(own, axis=0)
+    no_offset = tl.zeros((PLACES,), tl.int64)
+    target = groups_ptr + tile.to(tl.int64) * stride_gt + part * stride_gs
+    for group in range(tl.max(own, axis=0)):
+        is_mine = group < own
+        group_ptr = target + (end - own + group) * GROUP_FIELDS
+        valid = tl.minimum(rank - group * 8, 8)
+        tl.store(group_ptr, b_ptr + (no_offset + group) * (8 * ITEM_SIZE) * stride_br, mask=is_mine)
+        tl.store(group_ptr + 1, stride_bn, mask=is_mine)
+        tl.store(group_ptr + 2, place.to(tl.int64), mask=is_mine)
+        tl.store(group_ptr + 3, ((group * 8 << 8) | valid).to(tl.int64), mask=is_mine)
+
+    # groups that fill up repeat the first columns of the last adapter: finite, and v is zero there
+    is_last = (end == total) & (own > 0)
+    last_b = tl.sum(tl.where(is_last, b_ptr, 0), axis=0)
+    last_stride = tl.sum(tl.where(is_last, stride_bn, 0), axis=0)
+    last_valid = tl.sum(tl.where(is_last, tl.minimum(rank, 8), 0), axis=0)
+    filler = tl.arange(0, FILL)
+    needs = filler < (total + FILL - 1) // FILL * FILL - total
+    fill_ptr = target + (total + filler) * GROUP_FIELDS
+    zero = tl.zeros((FILL,), tl.int64)
+    tl.store(fill_ptr, zero + last_b, mask=needs)
+    tl.store(fill_ptr + 1, zero + last_stride, mask=needs)
+    tl.store(fill_ptr + 2, zero - 2, mask=needs)
+    tl.store(fill_ptr + 3, zero + last_valid.to(tl.int64), mask=needs)
 
 
 @triton.jit
@@ -72,150 +112,91 @@ def shrink_kernel(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
     stride_ak,
+    stride_br,
     plan_ptr,
-    partial_ptr, stride_pk, stride_pm, stride_ps,
+    v_ptr, stride_vk, stride_vm, stride_vs,
+    groups_ptr, stride_gt, stride_gs,
+    arrivals_ptr,
     num_items,
+    num_arrivals,
     K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     TILE_M: tl.constexpr,
     ITEM_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """partial[k, m, s, :rank] = x[m, K_k] @ A[slot(m), s][:rank, K_k]^T in float32.
-
-    x [M, K]; partial [SPLIT_K, M, S, R_max]; base rows and ranks past an adapter's own stay
-    unwritten.
-    """
-    # which item, which slice and ranks, which part of K
-    tile = tl.program_id(0) // num_items
-    item = tl.program_id(0) % num_items
-    part = tl.program_id(1) // RANK_BLOCKS
-    rank_index = tl.program_id(1) % RANK_BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
-    split = tl.program_id(2)
-    plan = plan_ptr + tile * (16 + 3 * TILE_M)
-    if item >= tl.load(plan + 1):
-        return
-    place, _, row, has_row = load_item(plan_ptr, tile, item, TILE_M, ITEM_M)
-    if place >= tl.load(plan):
-        return
-
-    # which adapter
-    slot = tl.load(plan + 16 + place)
-    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-    rank = tl.load(entry_ptr + 4).to(tl.int32)
-    if tl.program_id(1) % RANK_BLOCKS * BLOCK_R >= rank:
-        return
-
-    acc = shrink_rows(
-        tl.zeros((ITEM_M, BLOCK_R), dtype=tl.float32),
-        x_ptr, stride_xm, stride_xk,
-        entry_ptr,
-        stride_ak,
-        row, has_row, rank_index, rank, split,
-        K, SPLIT_K, RANK_MULTIPLE, BLOCK_K, PRECISION,
-    )  # fmt: skip
-    target = partial_ptr + split.to(tl.int64) * stride_pk + part * stride_ps
-    target += row.to(tl.int64)[:, None] * stride_pm + rank_index[None, :]
-    tl.store(target, acc, mask=has_row[:, None] & (rank_index < rank)[None, :])
-
-
-@triton.jit
-def shrink_wide_kernel(
-    x_ptr, stride_xm,
-    entries_ptr, stride_el,
-    plan_ptr,
-    v_ptr, stride_vm, stride_vs,
-    groups_ptr, stride_gt, stride_gs,
-    arrivals_ptr,
-    num_items,
-    num_arrivals,
-    K: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    ITEM_M: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDE_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    FILL: tl.constexpr,
     PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """v[m, s] = scaling * x[m] A[slot(m), s]^T in the columns of its place, zeros beside them.
+    """v[k, m, s, :rank] = scaling * x[m, K_k] A[slot(m), s][:, K_k]^T, and each tile's groups.
 
-    x [M, K]; v [M, S, W], the adapters of a tile side by side in columns, as many as their ranks,
-    the last block of WIDE_BLOCK columns filled up; groups [T, S, W/8, 2] = address and row stride
-    of the 8 columns of B that belong to each 8 columns of v. The counters that the consumer's
-    programs meet at are set to zero.
+    x [M, K]; v [SPLIT_K, M, S, R], base rows and ranks past an adapter's own stay unwritten; groups
+    [T, S, G, 4], see :mod:`loraplex.kernels.tile`. The counters at which the programs of the
+    consumer meet are set to zero.
     """
-    # x is final before this kernel lets its consumer start, which reads x without waiting
+    # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tl.program_id(0) // num_items
-    item = tl.program_id(0) % num_items
+    tile = tl.program_id(0) // (num_items + 1)
+    item = tl.program_id(0) % (num_items + 1)
     part = tl.program_id(1) // RANK_BLOCKS
     rank_block = tl.program_id(1) % RANK_BLOCKS
-    if tl.program_id(0) + tl.program_id(1) == 0:
-        for first in range(0, num_arrivals, 128):
-            lane = first + tl.arange(0, 128)
-            tl.store(arrivals_ptr + lane, tl.zeros((128,), tl.int32), mask=lane < num_arrivals)
-    plan = plan_ptr + tile * (16 + 3 * TILE_M)
-    if item >= tl.load(plan + 1):
+    split = tl.program_id(2)
+    if item == num_items:
+        # one program per tile and slice says where the B are, one of all resets the counters
+        if (rank_block == 0) & (split == 0):
+            ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+            write_groups(
+                groups_ptr, stride_gt, stride_gs,
+                entries_ptr, stride_el,
+                stride_br,
+                plan_ptr,
+                tile, part,
+                TILE_M, PLACES, FILL, ITEM_SIZE,
+            )  # fmt: skip
+        if (tile == 0) & (tl.program_id(1) == 0) & (split == 0):
+            for first in range(0, num_arrivals, 128):
+                counter = first + tl.arange(0, 128)
+                tl.store(arrivals_ptr + counter, tl.zeros((128,), tl.int32), counter < num_arrivals)
         return
-    place, is_first, row, has_row = load_item(plan_ptr, tile, item, TILE_M, ITEM_M)
 
-    # where this adapter's columns are among those of the tile
-    lane = tl.arange(0, PLACES)
-    is_place = lane < tl.load(plan)
-    slots = tl.load(plan + 16 + lane, mask=is_place, other=0)
-    rank_ptr = entries_ptr + slots.to(tl.int64) * stride_el + part * ENTRY_FIELDS + 4
-    ranks = tl.load(rank_ptr, mask=is_place, other=0).to(tl.int32)
-    total = tl.sum(ranks, axis=0)
-    first = tl.sum(tl.where(lane < place, ranks, 0), axis=0)
-    rank = tl.sum(tl.where(lane == place, ranks, 0), axis=0)
-    slot = tl.sum(tl.where(lane == place, slots, 0), axis=0)
-    end = (total + WIDE_BLOCK - 1) // WIDE_BLOCK * WIDE_BLOCK
+    # which item: rows of which adapter
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    is_item = item < tl.load(plan + 1)
+    packed = tl.load(plan + 16 + 2 * TILE_M + item)
+    slot = tl.load(plan + 16 + 3 * TILE_M + item)
+    is_item = is_item & (slot >= 0)
+    lane = tl.arange(0, ITEM_M)
+    has_row = lane < (packed & 0xFF)
+    row = tl.load(plan + 16 + TILE_M + (packed >> 8) + lane, mask=has_row, other=0)
+
+    # which weights
     entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-    v_row = v_ptr + row.to(tl.int64)[:, None] * stride_vm + part * stride_vs
-
-    if rank_block == 0:
-        # zeros beside the adapter's own columns
-        for column_first in range(0, end, WIDE_BLOCK):
-            column = column_first + tl.arange(0, WIDE_BLOCK)
-            is_beside = (column < first) | (column >= first + rank)
-            zero = tl.zeros((ITEM_M, WIDE_BLOCK), v_ptr.dtype.element_ty)
-            tl.store(v_row + column[None, :], zero, mask=has_row[:, None] & is_beside[None, :])
-        # addresses of B; the columns past the last adapter repeat its last, v is zero there
-        if (is_first == 1) & (rank > 0):
-            b_ptr = tl.load(entry_ptr + 2)
-            stride_bn = tl.load(entry_ptr + 3)
-            is_last = first + rank == total
-            group = tl.arange(0, GROUPS)
-            last = tl.where(is_last, end - first, rank) // 8
-            address = b_ptr + tl.minimum(group, rank // 8 - 1).to(tl.int64) * 16
-            target = groups_ptr + tile.to(tl.int64) * stride_gt + part * stride_gs
-            target += (first // 8 + group) * 2
-            tl.store(target, address, mask=group < last)
-            tl.store(target + 1, tl.zeros((GROUPS,), tl.int64) + stride_bn, mask=group < last)
+    a_ptr = tl.load(entry_ptr, mask=is_item, other=0).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    stride_ar = tl.load(entry_ptr + 1, mask=is_item, other=0)
+    rank = tl.load(entry_ptr + 4, mask=is_item, other=0).to(tl.int32)
+    scaling = tl.load(entry_ptr + 5, mask=is_item, other=0).to(tl.int32)
+    scaling = scaling.to(tl.float32, bitcast=True)
     if rank_block * BLOCK_R >= rank:
         return
 
     rank_index = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = shrink_rows(
-        tl.zeros((ITEM_M, BLOCK_R), dtype=tl.float32),
-        x_ptr, stride_xm, 1,
-        entry_ptr,
-        1,
-        row, has_row, rank_index, rank, 0,
-        K, 1, 8, BLOCK_K, "ieee",
+        x_ptr, stride_xm, stride_xk,
+        a_ptr, stride_ar, stride_ak,
+        row, has_row, rank_index, rank, split,
+        K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, LANES, PRECISION,
     )  # fmt: skip
-    scaling = tl.load(entry_ptr + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    # the scaling comes before the rounding, so that a large x A^T with a small scale stays finite
+    target = v_ptr + split.to(tl.int64) * stride_vk + part * stride_vs
+    target += row.to(tl.int64)[:, None] * stride_vm + rank_index[None, :]
     v = (acc * scaling).to(v_ptr.dtype.element_ty)
-    target = v_row + first + rank_index[None, :]
     tl.store(target, v, mask=has_row[:, None] & (rank_index < rank)[None, :])
 
 
@@ -223,48 +204,7 @@ def launch_shrink(
     x,
     entries,
     stride_ak,
-    plan,
-    partial,
-    *,
-    tile_m,
-    item_m,
-    num_items,
-    rank_multiple,
-    precision,
-    block_r,
-    block_k,
-    num_warps,
-    num_stages,
-):
-    """Fill ``partial`` [SPLIT_K, M, S, R_max] for the rows and ranks that have an adapter."""
-    num_tokens, in_features = x.shape
-    split_k, _, num_slices, max_rank = partial.shape
-    rank_blocks = triton.cdiv(max_rank, block_r)
-    grid = (triton.cdiv(num_tokens, tile_m) * num_items, num_slices * rank_blocks, split_k)
-    shrink_kernel[grid](
-        x, x.stride(0), x.stride(1),
-        entries, entries.stride(0),
-        stride_ak,
-        plan,
-        partial, partial.stride(0), partial.stride(1), partial.stride(2),
-        num_items,
-        K=in_features,
-        SPLIT_K=split_k,
-        RANK_MULTIPLE=rank_multiple,
-        RANK_BLOCKS=rank_blocks,
-        TILE_M=tile_m,
-        ITEM_M=item_m,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-        PRECISION=precision,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )  # fmt: skip
-
-
-def launch_shrink_wide(
-    x,
-    entries,
+    stride_br,
     plan,
     v,
     groups,
@@ -275,39 +215,47 @@ def launch_shrink_wide(
     num_items,
     num_places,
     max_rank,
-    wide_block,
+    rank_multiple,
+    fill,
+    precision,
     is_dependent,
     block_r,
     block_k,
+    lanes,
     num_warps,
     num_stages,
 ):
-    """Fill ``v`` [M, S, W] and ``groups`` [T, S, W/8, 2], and set ``arrivals`` to zero."""
+    """Fill ``v`` [SPLIT_K, M, S, R] and ``groups`` [T, S, G, 4] where adapters occur; zero ``arrivals``."""
     num_tokens, in_features = x.shape
-    num_slices = v.shape[1]
     rank_blocks = triton.cdiv(max_rank, block_r)
-    grid = (triton.cdiv(num_tokens, tile_m) * num_items, num_slices * rank_blocks)
-    launch = {"launch_pdl": True} if is_dependent else {}
-    shrink_wide_kernel[grid](
-        x, x.stride(0),
+    split_k, _, num_slices, _ = v.shape
+    tiles = triton.cdiv(num_tokens, tile_m)
+    grid = (tiles * (num_items + 1), num_slices * rank_blocks, split_k)
+    shrink_kernel[grid](
+        x, x.stride(0), x.stride(1),
         entries, entries.stride(0),
+        stride_ak,
+        stride_br,
         plan,
-        v, v.stride(0), v.stride(1),
+        v, v.stride(0), v.stride(1), v.stride(2),
         groups, groups.stride(0), groups.stride(1),
         arrivals,
         num_items,
         arrivals.numel(),
         K=in_features,
+        SPLIT_K=split_k,
+        RANK_MULTIPLE=rank_multiple,
         RANK_BLOCKS=rank_blocks,
         TILE_M=tile_m,
         ITEM_M=item_m,
         PLACES=num_places,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
-        GROUPS=triton.next_power_of_2((max_rank + wide_block) // 8),
-        WIDE_BLOCK=wide_block,
+        LANES=lanes,
+        FILL=fill,
         PDL=is_dependent,
+        PRECISION=precision,
         num_warps=num_warps,
         num_stages=num_stages,
-        **launch,
+        **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip

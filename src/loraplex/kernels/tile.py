@@ -1,8 +1,16 @@
 """What the adapters of one tile of rows look like as columns of one wide product.
 
-The distinct adapters of a tile stand side by side, each rounded up to whole chunks of 16 ranks, so
-that several small ranks share one dot and the work follows the ranks that occur. A column of that
-row of chunks belongs to one adapter and one of its ranks.
+The distinct adapters of a tile stand side by side, each in whole groups of 8 ranks, so that several
+small ranks share one dot and the work follows the ranks that occur. The shrink writes down, for each
+group, where its 8 columns of B are, whose they are and which ranks; a row's v counts only where the
+group is its own adapter's:
+
+| int64 | content of a group |
+| --- | --- |
+| 0 | address of B's first column of the group |
+| 1 | row stride of B, in elements |
+| 2 | place of the adapter in the tile, -2 in groups that fill up the last block |
+| 3 | first rank of the group, shifted by 8 bits, plus how many of its columns are ranks |
 """
 
 from __future__ import annotations
@@ -10,12 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(16)
 ENTRY_FIELDS = tl.constexpr(8)
+GROUP_FIELDS = tl.constexpr(4)
 
 
 @triton.jit
-def load_places(
+def load_groups_of_places(
     entries_ptr, stride_el,
     plan_ptr,
     tile,
@@ -23,29 +31,14 @@ def load_places(
     TILE_M: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Slots [PLACES] of a tile's adapters, and where each one's chunks end."""
+    """How many groups [PLACES] each adapter of a tile has in one slice."""
     place = tl.arange(0, PLACES)
-    plan = plan_ptr + tile * (16 + 3 * TILE_M)
-    count = tl.load(plan)
-    slot = tl.load(plan + 16 + place, mask=place < count, other=0)
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    is_place = place < tl.load(plan)
+    slot = tl.load(plan + 16 + place, mask=is_place, other=0)
     entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-    rank = tl.load(entry_ptr + 4, mask=place < count, other=0).to(tl.int32)
-    ends = tl.cumsum((rank + CHUNK - 1) // CHUNK, axis=0)
-    return slot, ends
-
-
-@triton.jit
-def locate_columns(slot, ends, column, PLACES: tl.constexpr):
-    """Place, slot and rank index of each column; columns past the last chunk get place PLACES."""
-    place = tl.arange(0, PLACES)
-    chunk = column // CHUNK
-    column_place = tl.sum((ends[None, :] <= chunk[:, None]).to(tl.int32), axis=1)
-    is_mine = place[None, :] == column_place[:, None]
-    column_slot = tl.sum(tl.where(is_mine, slot[None, :], 0), axis=1)
-    is_before = place[None, :] + 1 == column_place[:, None]
-    start = tl.sum(tl.where(is_before, ends[None, :], 0), axis=1)
-    rank_index = (chunk - start) * CHUNK + column % CHUNK
-    return column_place, column_slot, rank_index
+    rank = tl.load(entry_ptr + 4, mask=is_place, other=0).to(tl.int32)
+    return (rank + 7) // 8
 
 
 @triton.jit
@@ -72,65 +65,73 @@ def locate_slice(pid, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def expand_tile(
     acc,
-    entries_ptr, stride_el,
+    v_ptr, stride_vk, stride_vm, stride_vs,
+    groups_ptr, stride_gt, stride_gs,
     stride_br,
-    partial_ptr, stride_pk, stride_pm, stride_ps,
-    places_ptr,
-    plan_ptr,
-    num_tokens,
     row,
+    row_place,
     column,
+    tile,
     part,
-    width,
-    SPLIT_K: tl.constexpr,
+    num_groups,
+    V_SPLIT_K: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    PLACES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_N] += scaling * v B^T over the adapters of the tile, each row its own.
+    """acc += v B^T over the adapters of a tile, each row with its own.
 
-    row [BLOCK_M] global rows, column [BLOCK_N] columns of the slice ``part`` of that width;
-    partial [SPLIT_K, M, S, R_max] float32 holds x A^T in planes that are summed in order.
+    acc [BLOCK_M, BLOCK_N], or its transpose if swapped; v [V_SPLIT_K, M, S, R] holds the scaling; row and
+    column are int64 and in range, column counts within the slice ``part``.
     """
-    tile = tl.min(row, axis=0) // TILE_M
-    slot, ends = load_places(entries_ptr, stride_el, plan_ptr, tile, part, TILE_M, PLACES)
-    row_place = tl.load(places_ptr + row, mask=row < num_tokens, other=-1)
-    v_row = row.to(tl.int64) * stride_pm + part * stride_ps
-    lane = tl.arange(0, BLOCK_R)
-    total = tl.max(ends, axis=0) * CHUNK
-    for first in range(0, total, BLOCK_R):
-        # which adapter and rank each of the BLOCK_R columns is
-        place, its_slot, rank_index = locate_columns(slot, ends, first + lane, PLACES)
-        entry_ptr = entries_ptr + its_slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-        is_adapter = place < PLACES
-        rank = tl.load(entry_ptr + 4, mask=is_adapter, other=0).to(tl.int32)
-        scale = tl.load(entry_ptr + 5, mask=is_adapter, other=0).to(tl.int32)
-        scale = scale.to(tl.float32, bitcast=True)
-        b_ptr = tl.load(entry_ptr + 2, mask=is_adapter, other=0)
-        stride_bn = tl.load(entry_ptr + 3, mask=is_adapter, other=0)
-        is_rank = rank_index < rank
+    GROUPS: tl.constexpr = BLOCK_R // 8
+    ITEM_SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    lane = tl.arange(0, 8)[None, None, :]
+    group_ptr = groups_ptr + tile.to(tl.int64) * stride_gt + part * stride_gs
+    group_ptr += tl.arange(0, GROUPS) * GROUP_FIELDS
+    v_row = v_ptr + part * stride_vs + row[:, None, None] * stride_vm
+    for _ in tl.range(0, tl.cdiv(num_groups, GROUPS), num_stages=STAGES):
+        address = tl.load(group_ptr)
+        stride_bn = tl.load(group_ptr + 1)
+        place = tl.load(group_ptr + 2)
+        ranks = tl.load(group_ptr + 3)
+        group_ptr += GROUPS * GROUP_FIELDS
 
-        # each row keeps the columns of its own adapter
-        is_own = (row_place[:, None] == place[None, :]) & is_rank[None, :]
-        v = tl.zeros((row.shape[0], BLOCK_R), dtype=tl.float32)
-        v_ptr = partial_ptr + v_row[:, None] + rank_index[None, :]
-        for _ in range(SPLIT_K):
-            v += tl.load(v_ptr, mask=is_own, other=0.0)
-            v_ptr += stride_pk
-        v = (v * scale[None, :]).to(DTYPE)
-
-        address = b_ptr.to(tl.pointer_type(DTYPE))[:, None] + (
-            column.to(tl.int64)[None, :] * stride_bn[:, None]
-            + (rank_index.to(tl.int64) * stride_br)[:, None]
+        # columns [BLOCK_M, GROUPS, 8] of v, zero where a group is not the row's own adapter
+        v_address = v_row + (ranks >> 8)[None, :, None] + lane
+        is_own = row_place[:, None, None] == place[None, :, None]
+        is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
+        # rows [BLOCK_N, GROUPS, 8] of B
+        b_address = address[None, :, None] + ITEM_SIZE * (
+            column[:, None, None] * stride_bn[None, :, None] + lane * stride_br
         )
         if RANK_MULTIPLE == 8:
-            address = tl.multiple_of(tl.max_contiguous(address, [8, 1]), [16, 1])
-            is_rank = tl.max_constancy(is_rank, [8])
-        b = tl.load(address, mask=is_rank[:, None] & (column < width)[None, :], other=0.0)
-        acc = tl.dot(v, b, acc, input_precision=PRECISION)
+            v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
+            v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
+            has_v = tl.max_constancy(tl.reshape(is_own, (BLOCK_M, BLOCK_R)), [1, 8])
+            b_address = tl.reshape(b_address, (BLOCK_N, BLOCK_R)).to(tl.pointer_type(DTYPE))
+            b = tl.load(tl.multiple_of(tl.max_contiguous(b_address, [1, 8]), [1, 16]))
+        else:
+            is_rank = lane < (ranks & 0xFF)[None, :, None]
+            v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
+            has_v = tl.reshape(is_own & is_rank, (BLOCK_M, BLOCK_R))
+            is_rank = tl.broadcast_to(is_rank, (BLOCK_N, GROUPS, 8))
+            b = tl.load(b_address.to(tl.pointer_type(DTYPE)), mask=is_rank, other=0.0)
+            b = tl.reshape(b, (BLOCK_N, BLOCK_R))
+        v = tl.load(v_address, mask=has_v, other=0.0)
+        for _ in tl.static_range(V_SPLIT_K - 1):
+            v_address += stride_vk
+            v += tl.load(v_address, mask=has_v, other=0.0)
+        v = v.to(DTYPE)
+        if IS_SWAPPED:
+            acc = tl.dot(b, v.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(v, b.T, acc, input_precision=PRECISION)
     return acc
 
 

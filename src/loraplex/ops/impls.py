@@ -10,7 +10,7 @@ from loraplex.errors import UnsupportedImplError
 from loraplex.tuning import Choice, Problem, choose
 
 TRITON_IMPLS = {
-    "lora_linear": ("fused", "decode", "gemm_add"),
+    "lora_linear": ("fused", "gemm_add"),
     "add_lora": ("shrink_expand",),
     "multi_lora": ("shrink_expand", "one_launch"),
     "matmul": ("tiles",),
@@ -73,9 +73,8 @@ def precision_of(x: Tensor) -> str:
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor ends (programmatic dependent launch)."""
     arch = arch_of(device)
-    return (
-        arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90 and not env.is_interpreting()
-    )
+    is_recent = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+    return is_recent and not env.is_interpreting()
 
 
 def has_aligned_rows(tensor: Tensor) -> bool:

@@ -20,14 +20,10 @@ from loraplex.ops.routed import (
     run_shrink,
 )
 from loraplex.reference import lora as reference
-from loraplex.reference.routing import item_height
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
 from loraplex.tuning import Problem, choose
 from loraplex.tuning.choose import Config
-
-# columns of v are allocated in whole K-blocks of the decode kernel, of at most this many
-WIDE_COLUMNS = 128
 
 
 def lora_linear(
@@ -104,8 +100,7 @@ def _lora_linear(
         y = F.linear(x, weight, bias)
         run_expand(y, x, bias, routed, choose(_as_add(problem)).configs)
         return y
-    run = _run_decode if choice.impl == "decode" else _run_fused
-    return run(x, weight, bias, routed, choice.configs["shrink"], choice.configs["linear"])
+    return _run_fused(x, weight, bias, routed, choice.configs["shrink"], choice.configs["linear"])
 
 
 def _run_fused(
@@ -113,8 +108,17 @@ def _run_fused(
 ) -> Tensor:
     from loraplex.kernels.lora_linear import launch_lora_linear
 
+    block_m = min(config["block_m"], routed.tile_m)
+    block_n, split_k = config["block_n"], config["split_k"]
+    tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
+    # parts of a tile that several programs compute, the LoRA part among them, and who has arrived
+    parts = split_k + 1 if split_k > 1 else 0
+    planes = torch.empty(
+        (parts, tiles, block_m, block_n), dtype=torch.float32, device=x.device
+    )
+    arrivals = torch.empty((tiles if parts else 0,), dtype=torch.int32, device=x.device)
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    partial = run_shrink(x, routed, shrink)
+    v, groups = run_shrink(x, routed, shrink, config["block_r"], arrivals)
     launch_lora_linear(
         x,
         weight,
@@ -122,10 +126,13 @@ def _run_fused(
         y,
         routed.entries,
         routed.layout.b_inner_stride,
-        partial,
+        v,
+        groups,
         routed.indices,
         routed.places,
         routed.plan,
+        planes,
+        arrivals,
         slices=routed.slices,
         rank_multiple=routed.layout.rank_multiple,
         has_column_scale=bool(routed.layout.has_column_scale),
@@ -133,81 +140,16 @@ def _run_fused(
         tile_m=routed.tile_m,
         num_places=routed.num_places,
         precision=precision_of(x),
-        block_m=min(config["block_m"], routed.tile_m),
-        block_n=config["block_n"],
-        block_k=config["block_k"],
-        block_r=config["block_r"],
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-    )
-    return y
-
-
-def _run_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
-) -> Tensor:
-    from loraplex.kernels.lora_linear_decode import launch_lora_linear_decode
-    from loraplex.kernels.shrink import launch_shrink_wide
-
-    num_tokens, tile_m = x.shape[0], routed.tile_m
-    num_slices, max_rank = len(routed.slices), routed.layout.max_rank
-    num_tiles = -(-num_tokens // tile_m)
-    most_columns = min(tile_m, routed.entries.shape[0]) * max_rank
-    columns = -(-most_columns // WIDE_COLUMNS) * WIDE_COLUMNS
-    block_m = min(config["block_m"], tile_m)
-    block_n, split_k = config["block_n"], config["split_k"]
-    programs = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in routed.slices)
-
-    device = x.device
-    y = torch.empty((num_tokens, weight.shape[0]), dtype=x.dtype, device=device)
-    v = torch.empty((num_tokens, num_slices, columns), dtype=x.dtype, device=device)
-    groups = torch.empty((num_tiles, num_slices, columns // 8, 2), dtype=torch.int64, device=device)
-    arrivals = torch.empty((programs if split_k > 1 else 0,), dtype=torch.int32, device=device)
-    planes_size = split_k * programs * block_m * block_n if split_k > 1 else 0
-    planes = torch.empty((planes_size,), dtype=torch.float32, device=device)
-    is_dependent = has_dependent_launch(device)
-    launch_shrink_wide(
-        x,
-        routed.entries,
-        routed.plan,
-        v,
-        groups,
-        arrivals,
-        tile_m=tile_m,
-        item_m=item_height(tile_m),
-        num_items=routed.num_items,
-        num_places=routed.num_places,
-        max_rank=max_rank,
-        wide_block=config["block_k"],
-        is_dependent=is_dependent,
-        block_r=min(shrink["block_r"], max(16, 1 << (max_rank - 1).bit_length())),
-        block_k=shrink["block_k"],
-        num_warps=shrink["num_warps"],
-        num_stages=shrink["num_stages"],
-    )
-    launch_lora_linear_decode(
-        x,
-        weight,
-        bias,
-        y,
-        routed.entries,
-        v,
-        groups,
-        routed.indices,
-        routed.plan,
-        planes,
-        arrivals,
-        slices=routed.slices,
-        has_column_scale=bool(routed.layout.has_column_scale),
-        has_adapter_bias=bool(routed.layout.has_bias),
-        tile_m=tile_m,
-        num_places=routed.num_places,
+        is_dependent=has_dependent_launch(x.device),
         split_k=split_k,
-        is_dependent=is_dependent,
         block_m=block_m,
         block_n=block_n,
         block_k=config["block_k"],
+        block_r=config["block_r"],
+        group_m=config["group_m"],
+        lora_stages=config["lora_stages"],
         is_swapped=bool(config["is_swapped"]),
+        has_descriptor=bool(config.get("has_descriptor", 0)),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )

@@ -16,8 +16,8 @@ from loraplex.checks import (
     check_tensor,
     dtype_name,
 )
-from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of
-from loraplex.reference.routing import PLAN_HEADER, item_height
+from loraplex.ops.impls import arch_of, has_aligned_rows, has_dependent_launch, precision_of
+from loraplex.reference.routing import item_height, tile_height_of
 from loraplex.reference.unpack import SliceLora, unpack_slot
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
@@ -65,7 +65,7 @@ class Routed:
     @property
     def tile_m(self) -> int:
         """Rows of a routing tile."""
-        return (self.plan.shape[1] - PLAN_HEADER) // 3
+        return tile_height_of(self.plan)
 
     @property
     def num_places(self) -> int:
@@ -151,29 +151,59 @@ def problem_of(op: str, x: Tensor, routed: Routed, weight: Tensor | None = None)
     )
 
 
-def run_shrink(x: Tensor, routed: Routed, config: Config) -> Tensor:
-    """x A^T of every token's own adapter, float32 [SPLIT_K, M, S, R_max]; the rest is unwritten."""
+def run_shrink(
+    x: Tensor, routed: Routed, config: Config, block_r: int, arrivals: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """scaling * x A^T of every token's own adapter, and where the adapters' B are.
+
+    Args:
+        block_r: columns that the consumer takes at a time.
+        arrivals: counters of the consumer, set to zero on the way.
+
+    Returns:
+        v [SPLIT_K, M, S, R] and groups [T, S, G, 4] (:mod:`loraplex.kernels.tile`).
+    """
     from loraplex.kernels.shrink import launch_shrink
 
-    shape = (config["split_k"], x.shape[0], len(routed.slices), routed.layout.max_rank)
-    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    num_slices, max_rank = len(routed.slices), routed.layout.max_rank
+    groups_per_rank = -(-max_rank // 8)
+    fill = block_r // 8
+    most_groups = min(routed.tile_m, routed.entries.shape[0]) * groups_per_rank + fill
+    split_k = config["split_k"]
+    # one plane is what the consumer multiplies with; several are summed in float32 before
+    v = torch.empty(
+        (split_k, x.shape[0], num_slices, groups_per_rank * 8),
+        dtype=x.dtype if split_k == 1 else torch.float32,
+        device=x.device,
+    )
+    groups = torch.empty(
+        (routed.plan.shape[0], num_slices, most_groups, 4), dtype=torch.int64, device=x.device
+    )
     launch_shrink(
         x,
         routed.entries,
         routed.layout.a_inner_stride,
+        routed.layout.b_inner_stride,
         routed.plan,
-        partial,
+        v,
+        groups,
+        routed.plan[0, :0] if arrivals is None else arrivals,
         tile_m=routed.tile_m,
         item_m=item_height(routed.tile_m),
         num_items=routed.num_items,
+        num_places=routed.num_places,
+        max_rank=max_rank,
         rank_multiple=routed.layout.rank_multiple,
+        fill=fill,
         precision=precision_of(x),
-        block_r=min(config["block_r"], max(16, 1 << (routed.layout.max_rank - 1).bit_length())),
+        is_dependent=has_dependent_launch(x.device),
+        block_r=min(config["block_r"], max(16, 1 << (max_rank - 1).bit_length())),
         block_k=config["block_k"],
+        lanes=config["lanes"],
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )
-    return partial
+    return v, groups
 
 
 def run_expand(
@@ -182,14 +212,15 @@ def run_expand(
     """Shrink, then one expand pass over ``y``."""
     from loraplex.kernels.expand import launch_expand
 
-    partial = run_shrink(x, routed, configs["shrink"])
     config = configs["expand"]
+    v, groups = run_shrink(x, routed, configs["shrink"], config["block_r"])
     launch_expand(
         y,
         bias,
         routed.entries,
         routed.layout.b_inner_stride,
-        partial,
+        v,
+        groups,
         routed.indices,
         routed.places,
         routed.plan,
@@ -200,9 +231,11 @@ def run_expand(
         tile_m=routed.tile_m,
         num_places=routed.num_places,
         precision=precision_of(x),
+        is_dependent=has_dependent_launch(x.device),
         block_m=min(config["block_m"], routed.tile_m),
         block_n=config["block_n"],
         block_r=config["block_r"],
+        lora_stages=config["lora_stages"],
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )
