@@ -149,26 +149,12 @@ class AdapterTable:
                 "rows of both pools are dense and 16-byte aligned, got 8"
             )
 
-        number = torch.arange(num_adapters, device=device)
-        entries = torch.zeros(
-            (num_adapters, len(widths), ENTRY_FIELDS), dtype=torch.int64, device=device
-        )
-        size = a_pool.element_size()
-        start = 0
-        for s, width in enumerate(widths):
-            row = entries[:, s]
-            a_offset = number * a_pool.stride(0) + s * max_rank * a_pool.stride(1)
-            b_offset = number * b_pool.stride(0) + start * b_pool.stride(1)
-            row[:, A_PTR] = a_pool.data_ptr() + a_offset * size
-            row[:, A_STRIDE] = a_pool.stride(1)
-            row[:, B_PTR] = b_pool.data_ptr() + b_offset * size
-            row[:, B_STRIDE] = b_pool.stride(1)
-            row[:, RANK] = rank_row
-            row[:, SCALING] = scale_row.view(torch.int32).long() & 0xFFFFFFFF
-            for field, extra in ((COLUMN_SCALE_PTR, column_scale), (BIAS_PTR, bias)):
-                if extra is not None:
-                    row[:, field] = extra.data_ptr() + 4 * (number * extra.stride(0) + start)
-            start += width
+        entries = _pool_entries(a_pool, b_pool, widths, max_rank)
+        entries[:, :, RANK] = rank_row[:, None]
+        entries[:, :, SCALING] = (scale_row.view(torch.int32).long() & 0xFFFFFFFF)[:, None]
+        for field, extra in ((COLUMN_SCALE_PTR, column_scale), (BIAS_PTR, bias)):
+            if extra is not None:
+                entries[:, :, field] = _row_pointers(extra, widths)
         table = cls(
             entries,
             in_features,
@@ -378,3 +364,31 @@ def _layout_multiple(a_pool: Tensor, b_pool: Tensor, max_rank: int, ranks: list[
     is_dense = a_pool.stride(2) == 1 and b_pool.stride(2) == 1
     is_wide = max_rank % 8 == 0 and a_pool.shape[2] % 8 == 0 and all(r % 8 == 0 for r in ranks)
     return 8 if is_dense and is_wide and is_aligned(a_pool) and is_aligned(b_pool) else 1
+
+
+def _pool_entries(a_pool: Tensor, b_pool: Tensor, widths: Sequence[int], max_rank: int) -> Tensor:
+    """Entries of all slots with the pointers and strides of A and B."""
+    device, size = a_pool.device, a_pool.element_size()
+    number = torch.arange(a_pool.shape[0], device=device)
+    entries = torch.zeros(
+        (a_pool.shape[0], len(widths), ENTRY_FIELDS), dtype=torch.int64, device=device
+    )
+    start = 0
+    for s, width in enumerate(widths):
+        row = entries[:, s]
+        a_offset = number * a_pool.stride(0) + s * max_rank * a_pool.stride(1)
+        b_offset = number * b_pool.stride(0) + start * b_pool.stride(1)
+        row[:, A_PTR] = a_pool.data_ptr() + a_offset * size
+        row[:, A_STRIDE] = a_pool.stride(1)
+        row[:, B_PTR] = b_pool.data_ptr() + b_offset * size
+        row[:, B_STRIDE] = b_pool.stride(1)
+        start += width
+    return entries
+
+
+def _row_pointers(rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """Address of each slice in each row of float32 [L, N]."""
+    number = torch.arange(rows.shape[0], device=rows.device)
+    starts = [sum(widths[:s]) for s in range(len(widths))]
+    slots = rows.data_ptr() + rows.element_size() * rows.stride(0) * number
+    return torch.stack([slots + rows.element_size() * start for start in starts], dim=1)

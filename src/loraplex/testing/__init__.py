@@ -4,6 +4,7 @@ A :class:`Case` describes one problem; :func:`build` makes its tensors, with NaN
 no business reading; :func:`truth` and :func:`eager` answer it in float64 and in plain torch.
 """
 
+from loraplex.testing.blocks import changed_blocks
 from loraplex.testing.build import Inputs, build
 from loraplex.testing.case import CASES, OPS, Case
 from loraplex.testing.memory import LAYOUTS, is_surrounding_untouched, lay_out, poisoned_memory
@@ -16,6 +17,7 @@ __all__ = [
     "Case",
     "Inputs",
     "build",
+    "changed_blocks",
     "eager",
     "is_surrounding_untouched",
     "lay_out",
