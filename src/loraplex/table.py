@@ -141,13 +141,6 @@ class AdapterTable:
         # a rank that nobody has read must not lead a kernel out of the pools
         rank_row = rank_row.clamp(0, max_rank)
         fitting = _layout_multiple(a_pool, b_pool, max_rank, rank_list or [])
-        if rank_multiple is None:
-            rank_multiple = fitting
-        elif check_rank_multiple(rank_multiple) > fitting:
-            raise ValueError(
-                "rank_multiple must be 1 unless all ranks and R_max are multiples of 8 and the "
-                "rows of both pools are dense and 16-byte aligned, got 8"
-            )
 
         entries = _pool_entries(a_pool, b_pool, widths, max_rank)
         entries[:, :, RANK] = rank_row[:, None]
@@ -161,7 +154,7 @@ class AdapterTable:
             widths,
             max_rank=max_rank,
             dtype=a_pool.dtype,
-            rank_multiple=rank_multiple,
+            rank_multiple=_settle_multiple(rank_multiple, fitting),
             has_column_scale=column_scale is not None,
             has_bias=bias is not None,
             storages=[t for t in (a_pool, b_pool, column_scale, bias) if t is not None],
@@ -358,6 +351,17 @@ class AdapterTable:
             f"slices={self.slices}, max_rank={self.max_rank}, dtype={dtype_name(self.dtype)}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _settle_multiple(wanted: int | None, fitting: int) -> int:
+    if wanted is None:
+        return fitting
+    if check_rank_multiple(wanted) > fitting:
+        raise ValueError(
+            "rank_multiple must be 1 unless all ranks and R_max are multiples of 8 and the "
+            "rows of both pools are dense and 16-byte aligned, got 8"
+        )
+    return wanted
 
 
 def _layout_multiple(a_pool: Tensor, b_pool: Tensor, max_rank: int, ranks: list[int]) -> int:

@@ -46,7 +46,8 @@ def routing_kernel(
     is_member = (group[None, :] == lane[:, None]) & in_rows[None, :]
     size = tl.sum(is_member.to(tl.int32), axis=1)
     start = tl.cumsum(size, axis=0) - size
-    group_start = tl.sum(tl.where(group[:, None] == lane[None, :], start[None, :], 0), axis=1)
+    is_before = (group[None, :] < group[:, None]) & in_rows[None, :]
+    group_start = tl.sum(is_before.to(tl.int32), axis=1)
     base = plan_ptr + tile * (16 + 4 * TILE_M)
     tl.store(base + 16 + number, index, mask=is_leader)
     tl.store(base + 16 + TILE_M + group_start + earlier, row, mask=in_rows)
@@ -78,5 +79,5 @@ def launch_routing(source, indices, places, plan, num_adapters, *, tile_m, item_
         num_adapters,
         TILE_M=tile_m,
         ITEM_M=item_m,
-        num_warps=4,
+        num_warps=4 if tile_m <= 64 else 16,
     )  # fmt: skip

@@ -225,7 +225,7 @@ def launch_shrink(
     num_warps,
     num_stages,
 ):
-    """Fill ``v`` [SPLIT_K, M, S, R] and ``groups`` [T, S, G, 4] where adapters occur; zero ``arrivals``."""
+    """Fill ``v`` [SPLIT_K, M, S, R] and ``groups`` [T, S, G, 4]; zero ``arrivals``."""
     num_tokens, in_features = x.shape
     rank_blocks = triton.cdiv(max_rank, block_r)
     split_k, _, num_slices, _ = v.shape

@@ -1,9 +1,9 @@
 """What the adapters of one tile of rows look like as columns of one wide product.
 
 The distinct adapters of a tile stand side by side, each in whole groups of 8 ranks, so that several
-small ranks share one dot and the work follows the ranks that occur. The shrink writes down, for each
-group, where its 8 columns of B are, whose they are and which ranks; a row's v counts only where the
-group is its own adapter's:
+small ranks share one dot and the work follows the ranks that occur. For each group the shrink notes
+where its 8 columns of B are, whose they are and which ranks; a row's v counts only where the group
+is its own adapter's:
 
 | int64 | content of a group |
 | --- | --- |
@@ -86,15 +86,15 @@ def expand_tile(
 ):  # fmt: skip
     """acc += v B^T over the adapters of a tile, each row with its own.
 
-    acc [BLOCK_M, BLOCK_N], or its transpose if swapped; v [V_SPLIT_K, M, S, R] holds the scaling; row and
-    column are int64 and in range, column counts within the slice ``part``.
+    acc [BLOCK_M, BLOCK_N], or its transpose if swapped; v [V_SPLIT_K, M, S, R] holds the
+    scaling; row and column are int64 and in range, column counts within the slice ``part``.
     """
     GROUPS: tl.constexpr = BLOCK_R // 8
     ITEM_SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     lane = tl.arange(0, 8)[None, None, :]
     group_ptr = groups_ptr + tile.to(tl.int64) * stride_gt + part * stride_gs
     group_ptr += tl.arange(0, GROUPS) * GROUP_FIELDS
-    v_row = v_ptr + part * stride_vs + row[:, None, None] * stride_vm
+    v_row = part * stride_vs + row[:, None, None] * stride_vm
     for _ in tl.range(0, tl.cdiv(num_groups, GROUPS), num_stages=STAGES):
         address = tl.load(group_ptr)
         stride_bn = tl.load(group_ptr + 1)
@@ -103,7 +103,8 @@ def expand_tile(
         group_ptr += GROUPS * GROUP_FIELDS
 
         # columns [BLOCK_M, GROUPS, 8] of v, zero where a group is not the row's own adapter
-        v_address = v_row + (ranks >> 8)[None, :, None] + lane
+        v_offset = v_row + (ranks >> 8)[None, :, None] + lane
+        v_address = v_ptr + tl.reshape(v_offset, (BLOCK_M, BLOCK_R))
         is_own = row_place[:, None, None] == place[None, :, None]
         is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
         # rows [BLOCK_N, GROUPS, 8] of B
@@ -111,14 +112,12 @@ def expand_tile(
             column[:, None, None] * stride_bn[None, :, None] + lane * stride_br
         )
         if RANK_MULTIPLE == 8:
-            v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
             v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
             has_v = tl.max_constancy(tl.reshape(is_own, (BLOCK_M, BLOCK_R)), [1, 8])
             b_address = tl.reshape(b_address, (BLOCK_N, BLOCK_R)).to(tl.pointer_type(DTYPE))
             b = tl.load(tl.multiple_of(tl.max_contiguous(b_address, [1, 8]), [1, 16]))
         else:
             is_rank = lane < (ranks & 0xFF)[None, :, None]
-            v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
             has_v = tl.reshape(is_own & is_rank, (BLOCK_M, BLOCK_R))
             is_rank = tl.broadcast_to(is_rank, (BLOCK_N, GROUPS, 8))
             b = tl.load(b_address.to(tl.pointer_type(DTYPE)), mask=is_rank, other=0.0)

@@ -113,9 +113,7 @@ def _run_fused(
     tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
     # parts of a tile that several programs compute, the LoRA part among them, and who has arrived
     parts = split_k + 1 if split_k > 1 else 0
-    planes = torch.empty(
-        (parts, tiles, block_m, block_n), dtype=torch.float32, device=x.device
-    )
+    planes = torch.empty((parts, tiles, block_m, block_n), dtype=torch.float32, device=x.device)
     arrivals = torch.empty((tiles if parts else 0,), dtype=torch.int32, device=x.device)
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     v, groups = run_shrink(x, routed, shrink, config["block_r"], arrivals)

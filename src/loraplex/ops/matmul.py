@@ -13,7 +13,7 @@ from loraplex.checks import (
     check_tensor,
     dtype_name,
 )
-from loraplex.ops.impls import arch_of, precision_of, resolve
+from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of, resolve
 from loraplex.ops.library import register
 from loraplex.reference import matmul as reference
 from loraplex.tuning import Problem
@@ -78,6 +78,11 @@ def _check_product(x: Tensor, c: Tensor, name: str) -> None:
     check_same(name, c, "x", x)
 
 
+def _is_vectorizable(*operands: Tensor) -> bool:
+    """Whether each operand is dense and 16-byte aligned along one of its axes."""
+    return all(has_aligned_rows(t) or has_aligned_rows(t.T) for t in operands)
+
+
 def _matmul(x: Tensor, c: Tensor, impl: str) -> Tensor:
     return _run(x, c, None, None, impl)
 
@@ -89,7 +94,7 @@ def _fused_matmul_expand(x: Tensor, c: Tensor, y: Tensor, b: Tensor, impl: str) 
 def _run(x: Tensor, c: Tensor, y: Tensor | None, b: Tensor | None, impl: str) -> Tensor:
     problem = Problem(
         "matmul", x.shape[0], x.shape[1], (c.shape[1],), dtype=dtype_name(x.dtype),
-        arch=arch_of(x.device),
+        arch=arch_of(x.device), is_vectorizable=_is_vectorizable(x, c),
     )  # fmt: skip
     choice = resolve(problem, impl, x.device)
     if choice.impl == "torch":

@@ -62,9 +62,7 @@ def build_routing(source: Tensor, indices: Tensor, places: Tensor, plan: Tensor)
             plan[tile, first : first + len(words)] = torch.tensor(words, dtype=torch.int32)
 
 
-def _items(
-    groups: list[list[int]], slots: list[int], height: int
-) -> tuple[list[int], list[int]]:
+def _items(groups: list[list[int]], slots: list[int], height: int) -> tuple[list[int], list[int]]:
     items, owners = [], []
     start = 0
     for slot, group in zip(slots, groups, strict=True):

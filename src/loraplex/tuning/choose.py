@@ -20,7 +20,16 @@ CONDITIONS = (
     "max_rank", "max_adapters", "is_vectorizable",
 )  # fmt: skip
 BLOCKS = ("block_m", "block_n", "block_k", "block_r")
-WAYS = ("split_k", "lanes", "is_swapped", "has_descriptor", "group_m", "lora_stages", "num_warps", "num_stages")
+WAYS = (
+    "split_k",
+    "lanes",
+    "is_swapped",
+    "has_descriptor",
+    "group_m",
+    "lora_stages",
+    "num_warps",
+    "num_stages",
+)
 CONFIG_KEYS = frozenset((*BLOCKS, *WAYS))
 KERNELS = ("shrink", "expand", "linear", "matmul", "one_launch")
 
