@@ -35,15 +35,14 @@ def buffers(rows: Sequence[int], tile_m: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def items_of(plan: Tensor, tile_m: int) -> list[tuple[int, bool, list[int]]]:
-    """Place, whether it is the place's first item, and rows of each item of one tile."""
+def items_of(plan: Tensor, tile_m: int) -> list[tuple[int, list[int]]]:
+    """Slot and rows of each item of one tile."""
     words = plan.tolist()
-    order = words[PLAN_HEADER + tile_m : PLAN_HEADER + 2 * tile_m]
-    items = []
-    for packed in words[PLAN_HEADER + 2 * tile_m :][: words[1]]:
-        start, size = packed >> 8 & 0x7F, packed & 0xFF
-        items.append((packed >> 16, bool(packed >> 15 & 1), order[start : start + size]))
-    return items
+    order, packed, owners = (words[PLAN_HEADER + n * tile_m :][:tile_m] for n in (1, 2, 3))
+    return [
+        (slot, order[item >> 8 :][: item & 0xFF])
+        for item, slot in zip(packed[: words[1]], owners, strict=False)
+    ]
 
 
 @given(ROWS)
@@ -58,17 +57,17 @@ def test_plan_names_every_row_once(rows: list[int]) -> None:
         slots = plan[tile, PLAN_HEADER:][: plan[tile, 0]].tolist()
         assert slots == list(dict.fromkeys(row for row in own if row >= 0))
         items = items_of(plan[tile], tile_m)
-        assert sorted(row for *_, part in items for row in part) == [
+        assert sorted(row for _, part in items for row in part) == [
             first + offset for offset in range(len(own))
         ]
-        seen: set[int] = set()
-        for place, is_first, part in items:
+        # adapters in the order of their places, base rows last
+        order = {slot: place for place, slot in enumerate([*slots, -1])}
+        assert [order[slot] for slot, _ in items] == sorted(order[slot] for slot, _ in items)
+        for slot, part in items:
             assert 0 < len(part) <= item_height(tile_m)
-            assert is_first == (place not in seen)
-            seen.add(place)
-            slot = slots[place] if place < len(slots) else -1
             assert {rows[row] for row in part} == {slot}
-            assert {int(places[row]) for row in part} == {place if slot >= 0 else -1}
+            place = order[slot] if slot >= 0 else -1
+            assert {int(places[row]) for row in part} == {place}
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -100,9 +99,8 @@ def test_kernel_gives_what_the_host_gives(
     assert [part.cpu().tolist() for part in found[:2]] == [part.tolist() for part in host[:2]]
     for plan, expected in zip(found[2].cpu(), host[2], strict=True):
         count, items = expected[:2].tolist()
-        sizes = ((0, 2), (PLAN_HEADER, count), (PLAN_HEADER + 2 * tile_m, items))
-        for first, size in sizes:
-            assert plan[first:][:size].tolist() == expected[first:][:size].tolist()
+        assert plan[:2].tolist() == [count, items]
+        assert plan[PLAN_HEADER:][:count].tolist() == expected[PLAN_HEADER:][:count].tolist()
         assert items_of(plan, tile_m) == items_of(expected, tile_m)
 
 

@@ -62,14 +62,16 @@ def good(op: str, device: torch.device) -> dict[str, Any]:
     return call | ({"weight": draw(N, K)} if op == "lora_linear" else {"y": draw(M, N)})
 
 
-def table_of(dtype: torch.dtype = torch.float32, k: int = K, slots: int = L) -> lp.AdapterTable:
+def table_of(a: Arguments, dtype: torch.dtype = torch.float32, k: int = K) -> lp.AdapterTable:
+    device = a["x"].device
     return lp.AdapterTable.from_pools(
-        torch.zeros(slots, R, k, dtype=dtype), torch.zeros(slots, N, R, dtype=dtype)
+        torch.zeros(L, R, k, dtype=dtype, device=device),
+        torch.zeros(L, N, R, dtype=dtype, device=device),
     )
 
 
-def routing_of(tokens: int = M, slots: int = L) -> lp.Routing:
-    return lp.Routing.from_indices([-1] * tokens, num_adapters=slots)
+def routing_of(a: Arguments, tokens: int = M, slots: int = L) -> lp.Routing:
+    return lp.Routing.from_indices([-1] * tokens, num_adapters=slots, device=a["x"].device)
 
 
 def tensor_rows(op: str, argument: str, shape: str, like: str | None) -> list[Bad]:
@@ -109,18 +111,18 @@ ROUTED_ROWS = [
         Bad(op, "table", "type", lambda a: a["x"], TypeError, ("table", "AdapterTable", "Tensor")),
         Bad(op, "routing", "type", lambda a: [0] * M, TypeError, ("routing", "Routing", "list")),
         Bad(
-            op, "routing", "K11_rows", lambda a: routing_of(830), ValueError,
+            op, "routing", "K11_rows", lambda a: routing_of(a, 830), ValueError,
             ("routing", "one index per row of x (4)", "830"),
         ),
         Bad(
-            op, "routing", "slots", lambda a: routing_of(slots=9), ValueError,
+            op, "routing", "slots", lambda a: routing_of(a, slots=9), ValueError,
             ("routing.num_adapters", "at most", "3", "9"),
         ),
         Bad(
-            op, "table", "K26_dtype", lambda a: table_of(torch.bfloat16), TypeError,
+            op, "table", "K26_dtype", lambda a: table_of(a, torch.bfloat16), TypeError,
             ("x", "bfloat16", "float32"),
         ),
-        Bad(op, "table", "features", lambda a: table_of(k=K + 1), ValueError, ("x", "[M, 17]")),
+        Bad(op, "table", "features", lambda a: table_of(a, k=K + 1), ValueError, ("x", "[M, 17]")),
         Bad(
             op, "bias", "shape", lambda a: a["bias"][1:], ValueError,
             ("bias", f"[{N}]", "(23,)"),
@@ -151,7 +153,7 @@ ROWS = [
         ("y", "overlap", "(0, 1)"),
     ),
     Bad(
-        "add_lora", "y", "overlap_rows", lambda a: torch.zeros(99).as_strided((M, N), (5, 1)),
+        "add_lora", "y", "overlap_rows", lambda a: a["y"].as_strided((M, N), (5, 1)),
         ValueError, ("y", "overlap", "(5, 1)"),
     ),
     Bad(
@@ -235,7 +237,7 @@ def test_y_and_x_may_be_columns_of_one_buffer(device: torch.device) -> None:
     x.copy_(arguments["x"])
     y.copy_(arguments["y"])
     expected = lp.add_lora_(**arguments)
-    assert torch.equal(lp.add_lora_(**(arguments | {"x": x, "y": y})), expected)
+    torch.testing.assert_close(lp.add_lora_(**(arguments | {"x": x, "y": y})), expected)
 
 
 @pytest.mark.interpreter

@@ -14,11 +14,10 @@ import loraplex as lp
 from loraplex.bench.verdict import judge
 from loraplex.errors import UnsupportedImplError
 from loraplex.ops.impls import TRITON_IMPLS
-from loraplex.testing import Case, Inputs, build, eager, truth
+from loraplex.testing import GENERAL_IMPLS, Case, Inputs, build, eager, truth
 
 pytestmark = pytest.mark.gpu
 
-GENERAL = {"fused", "gemm_add", "shrink_expand", "one_launch"}
 ROUTED = [(op, impl) for op in ("lora_linear", "add_lora") for impl in TRITON_IMPLS[op]]
 ROWS = 16
 CASE = Case(
@@ -70,7 +69,7 @@ def step(
     try:
         run()
     except UnsupportedImplError as refusal:
-        if impl in GENERAL:
+        if impl in GENERAL_IMPLS:
             raise
         pytest.skip(str(refusal))
     return op, inputs, run
@@ -151,6 +150,36 @@ def test_P06_no_host_synchronisation(step: tuple[str, Inputs, Callable[[], Tenso
     with no_synchronisation():
         inputs.routing.update_(indices)
         run()
+
+
+@pytest.mark.parametrize("impl", TRITON_IMPLS["lora_linear"])
+def test_calls_in_a_row_do_not_run_into_each_other(impl: str, device: torch.device) -> None:
+    """Kernels may start before their predecessors end: 60 layers at once and one by one."""
+    case = Case("chain", m=24, k=1024, slices=(768, 256), ranks=(16,) * 8, indices="uniform")
+    layers = [build(case, torch.bfloat16, device, seed=seed) for seed in range(3)]
+
+    def forward(*, is_waiting: bool) -> Tensor:
+        x = layers[0].x
+        for number in range(60):
+            layer = layers[number % 3]
+            y = lp.lora_linear(x, layer.weight, layer.table, layer.routing, impl=impl)
+            x = torch.tanh(y)
+            if is_waiting:
+                torch.cuda.synchronize()
+        return x
+
+    try:
+        expected = forward(is_waiting=True)
+    except UnsupportedImplError as refusal:
+        if impl in GENERAL_IMPLS:
+            raise
+        pytest.skip(str(refusal))
+    for _ in range(10):
+        assert torch.equal(forward(is_waiting=False), expected)
+    graph, output = capture(lambda: forward(is_waiting=False))
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("impl", TRITON_IMPLS["multi_lora"])

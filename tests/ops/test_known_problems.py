@@ -44,9 +44,8 @@ from loraplex.bench.verdict import judge
 from loraplex.errors import UnsupportedImplError
 from loraplex.ops.impls import TRITON_IMPLS
 from loraplex.reference.unpack import SliceLora
-from loraplex.testing import CASES, Case, build, oracles
+from loraplex.testing import CASES, GENERAL_IMPLS, Case, build, oracles
 
-GENERAL = {"torch", "fused", "gemm_add", "shrink_expand", "one_launch"}
 LINEAR = ("torch", *TRITON_IMPLS["lora_linear"])
 ADD = ("torch", *TRITON_IMPLS["add_lora"])
 MULTI = ("torch", *TRITON_IMPLS["multi_lora"])
@@ -71,7 +70,7 @@ def linear(
     try:
         return lp.lora_linear(x, weight, table, routing, impl=impl)
     except UnsupportedImplError as refusal:
-        if impl in GENERAL:
+        if impl in GENERAL_IMPLS:
             raise
         pytest.skip(str(refusal))
 

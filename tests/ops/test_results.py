@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import loraplex as lp
 from loraplex.bench.verdict import judge
 from loraplex.errors import UnsupportedImplError
 from loraplex.ops.impls import TRITON_IMPLS
-from loraplex.testing import CASES, OPS, Case, Inputs, build, eager, truth
+from loraplex.testing import CASES, GENERAL_IMPLS, OPS, Case, Inputs, build, eager, truth
 
-# These take every problem. Any other may refuse one with a reason, and must run some.
-GENERAL = {"torch", "fused", "gemm_add", "shrink_expand", "one_launch"}
 GPU = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -55,7 +54,7 @@ def run(inputs: Inputs, op: str, impl: str) -> Tensor:
     try:
         return inputs.run(op, impl)
     except UnsupportedImplError as refusal:
-        if impl in GENERAL:
+        if impl in GENERAL_IMPLS:
             raise
         if impl not in str(refusal):
             pytest.fail(f"a refusal names the implementation ({impl}): {refusal}")
@@ -122,6 +121,22 @@ def test_shipped_block_sizes(
     assert_passes(run(inputs, op, impl), op, inputs)
 
 
+@pytest.mark.parametrize("impl", implementations("multi_lora"))
+def test_four_tokens(impl: str, device: torch.device) -> None:
+    """The example that people learn first; lists are as good as tensors."""
+    x = torch.randn(4, 128, device=device)
+    a, b = torch.randn(3, 16, 128, device=device), torch.randn(3, 256, 16, device=device)
+    indices = [2, 0, 1, 2]
+    expected = torch.stack(
+        [x[row].double() @ a[i].double().T @ b[i].double().T for row, i in enumerate(indices)]
+    )
+    for given in (indices, torch.tensor(indices), torch.tensor(indices, device=device)):
+        d = lp.multi_lora(x, a, b, given, impl=impl)
+        torch.testing.assert_close(d.double(), expected, atol=1e-3, rtol=0)
+    half = lp.multi_lora(x, a, b, indices, scaling=[0.5] * 3, ranks=[16] * 3, impl=impl)
+    torch.testing.assert_close(half.double(), expected / 2, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("op", OPS)
 def test_choices(op: str, impl: str, device: torch.device) -> None:
@@ -131,7 +146,7 @@ def test_choices(op: str, impl: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("op", "impl"),
-    [(op, impl) for op in OPS for impl in TRITON_IMPLS[op] if impl not in GENERAL]
+    [(op, impl) for op in OPS for impl in TRITON_IMPLS[op] if impl not in GENERAL_IMPLS]
     or [pytest.param("", "", marks=pytest.mark.skip(reason="no special implementation"))],
 )
 def test_special_implementations_take_some_problems(

@@ -46,6 +46,7 @@ class Inputs:
             )
         y = lay_out(self.y, self.case.y)
         result = add_lora_(y, self.x, self.table, self.routing, self.bias, impl)
+        assert result is y, "add_lora_ returns y itself"
         assert is_surrounding_untouched(y), "memory around y was written"
         return result
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 OPS = ("lora_linear", "add_lora", "multi_lora")
+# These take every problem. Any other implementation may refuse one with a reason.
+GENERAL_IMPLS = frozenset({"torch", "fused", "gemm_add", "shrink_expand", "one_launch", "tiles"})
 
 
 @dataclass(frozen=True)
