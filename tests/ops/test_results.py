@@ -121,6 +121,32 @@ def test_shipped_block_sizes(
     assert_passes(run(inputs, op, impl), op, inputs)
 
 
+@pytest.mark.parametrize("impl", implementations("lora_linear"))
+def test_a_cleared_slot_is_the_base_layer(impl: str, device: torch.device) -> None:
+    """S07: nothing stays of the adapter that was there, whatever its rank."""
+    inputs = build(named("set_rank_multiple_8"), torch.float16, device)
+    rows = (inputs.indices == 2).to(device)
+    adapted = run(inputs, "lora_linear", impl)
+    inputs.table.clear_(2)
+    cleared = run(inputs, "lora_linear", impl)
+    base = torch.nn.functional.linear(inputs.x.double(), inputs.weight.double())
+    torch.testing.assert_close(cleared[rows].double(), base[rows], rtol=2e-3, atol=2e-3)
+    assert not torch.isclose(adapted[rows], cleared[rows]).all(dim=1).any()
+    assert torch.equal(adapted[~rows], cleared[~rows])
+
+
+@pytest.mark.parametrize("impl", implementations("lora_linear"))
+def test_routing_for_fewer_slots_than_the_table_has(impl: str, device: torch.device) -> None:
+    inputs = build(named("slices_3"), torch.float16, device)
+    rows = [1, 0, -1, 1, 0, 0, -1]
+    of_all = lp.Routing.from_indices(rows, num_adapters=3, device=device)
+    of_two = lp.Routing.from_indices(rows, num_adapters=2, device=device)
+    results = [
+        run(replace(inputs, routing=routing), "lora_linear", impl) for routing in (of_all, of_two)
+    ]
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("impl", implementations("multi_lora"))
 def test_four_tokens(impl: str, device: torch.device) -> None:
     """The example that people learn first; lists are as good as tensors."""
