@@ -102,6 +102,23 @@ class TestK02OffsetsPast32Bits:
         truth[1] = eager[1] = 0
         assert_right(d, eager, truth)
 
+    @pytest.mark.parametrize("impl", MULTI)
+    @pytest.mark.parametrize("far", ["x", "a", "b"])
+    def test_K02_inner_strides(self, far: str, impl: str, device: torch.device) -> None:
+        near = {
+            "x": torch.randn(3, self.K, device=device).half(),
+            "a": (torch.randn(2, self.R, self.K, device=device) / 4).half(),
+            "b": (torch.randn(2, self.N, self.R, device=device) / 3).half(),
+        }
+        shape = near[far].shape
+        step = 2**31 // (shape[-1] - 1) // 8 * 8 + 64
+        strides = (shape[-2], 1, step)[-len(shape) :]
+        there = sparse(step * shape[-1], device).as_strided(shape, strides).copy_(near[far])
+        wanted = lp.multi_lora(near["x"], near["a"], near["b"], [1, -1, 0], impl=impl)
+        tensors = near | {far: there}
+        found = lp.multi_lora(tensors["x"], tensors["a"], tensors["b"], [1, -1, 0], impl=impl)
+        torch.testing.assert_close(found, wanted)
+
     @pytest.mark.parametrize("impl", LINEAR)
     @pytest.mark.parametrize("far", ["x_rows", "x_columns", "weight_rows", "weight_columns"])
     def test_K02_strides(self, far: str, impl: str, device: torch.device) -> None:

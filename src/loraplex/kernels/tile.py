@@ -109,7 +109,7 @@ def expand_tile(
         is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
         # rows [BLOCK_N, GROUPS, 8] of B
         b_address = address[None, :, None] + ITEM_SIZE * (
-            column[:, None, None] * stride_bn[None, :, None] + lane * stride_br
+            column[:, None, None] * stride_bn[None, :, None] + lane.to(tl.int64) * stride_br
         )
         if RANK_MULTIPLE == 8:
             v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
