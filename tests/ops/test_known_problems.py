@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,12 @@ import loraplex as lp
 from loraplex.bench.verdict import judge
 from loraplex.errors import UnsupportedImplError
 from loraplex.ops.impls import TRITON_IMPLS
-from loraplex.reference.unpack import SliceLora
-from loraplex.testing import CASES, GENERAL_IMPLS, Case, build, oracles
+from loraplex.testing import CASES, GENERAL_IMPLS, Case, Inputs, build, oracles
 
 LINEAR = ("torch", *TRITON_IMPLS["lora_linear"])
 ADD = ("torch", *TRITON_IMPLS["add_lora"])
 MULTI = ("torch", *TRITON_IMPLS["multi_lora"])
+Shard = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 MAP_NORESERVE = 0x4000  # the mmap module names it from Python 3.13 on
 
 
@@ -312,78 +313,56 @@ class TestK23Float16Overflow:
         self.check(linear(x, weight, table, routing, impl), scale)
 
 
+@pytest.mark.parametrize("impl", LINEAR)
+@pytest.mark.parametrize("rank", [8, 6])
+@pytest.mark.parametrize("shards", [2, 4])
 class TestK28Shards:
     """Tensor parallelism: q splits B by rows, o splits A by columns; ranks come from tensors."""
 
-    @pytest.mark.parametrize("impl", LINEAR)
-    @pytest.mark.parametrize("rank", [8, 6])
-    @pytest.mark.parametrize("shards", [2, 4])
-    def test_K28_row_and_column(
-        self, shards: int, rank: int, impl: str, device: torch.device
-    ) -> None:
-        case = Case(f"K28_{rank}", m=5, k=64, slices=(32, 16), ranks=(rank, rank), indices="mixed")
-        inputs = build(case, torch.float32, device)
-        truth = oracles.truth("lora_linear", inputs)
-        eager = oracles.eager("lora_linear", inputs)
-        columns = [
-            self.run(inputs.x, inputs.weight, part, inputs.routing, (32, 16), impl)
-            for part in self.split(inputs.adapters, shards, by="columns")
-        ]
-        rows = [
-            self.run(x, weight, part, inputs.routing, (32, 16), impl)
-            for x, weight, part in zip(
-                inputs.x.chunk(shards, 1),
-                inputs.weight.chunk(shards, 1),
-                self.split(inputs.adapters, shards, by="rows"),
-                strict=True,
-            )
-        ]
-        q, k = (torch.cat([pair[s] for pair in columns], dim=1) for s in range(2))
-        assert_right(torch.cat([q, k], dim=1), eager, truth)
-        total = sum((torch.cat(parts, dim=1) for parts in rows), torch.zeros_like(eager))
-        assert_right(total, eager, truth)
+    SLICES = (32, 16)
 
-    def split(
-        self, adapters: dict[int, list[SliceLora]], shards: int, by: str
-    ) -> Iterator[tuple[int, dict[int, list[tuple[Tensor, Tensor, float]]]]]:
-        """Views of every adapter's A and B: no shard copies what it does not need."""
-        for shard in range(shards):
-            yield (
-                shards if by == "columns" else 1,
-                {
-                    slot: [
-                        (p.a, p.b.chunk(shards)[shard], p.scaling)
-                        if by == "columns"
-                        else (p.a.chunk(shards, 1)[shard], p.b, p.scaling)
-                        for p in parts
-                    ]
-                    for slot, parts in adapters.items()
-                }
-                | {-1: [(torch.empty(0), torch.empty(0), float(shard))]},
-            )
+    def inputs(self, rank: int, device: torch.device) -> Inputs:
+        case = Case("K28", m=5, k=64, slices=self.SLICES, ranks=(rank, rank), indices="mixed")
+        return build(case, torch.float32, device)
 
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        part: tuple[int, dict[int, list[tuple[Tensor, Tensor, float]]]],
-        routing: lp.Routing,
-        slices: tuple[int, ...],
-        impl: str,
+    def layer(
+        self, x: Tensor, weight: Tensor, inputs: Inputs, shard: Shard, impl: str
     ) -> tuple[Tensor, ...]:
-        shards, adapters = part
-        shard = int(adapters.pop(-1)[0][2])
-        widths = tuple(width // shards for width in slices)
-        if shards > 1:
-            weight = torch.cat([w.chunk(shards)[shard] for w in weight.split(slices)])
+        """One shard's outputs by slice; its table has views of the whole adapters."""
+        pairs = {
+            slot: [shard(part.a, part.b) for part in parts]
+            for slot, parts in inputs.adapters.items()
+        }
+        widths = [b.shape[0] for _, b in pairs[0]]
         table = lp.AdapterTable.allocate(
-            2, x.shape[1], widths, max_rank=16, dtype=x.dtype, device=x.device, rank_multiple=1
+            2, x.shape[1], widths, max_rank=8, dtype=x.dtype, device=x.device, rank_multiple=1
         )
-        for slot, parts in adapters.items():
-            table.set_(
-                slot, [a for a, _, _ in parts], [b for _, b, _ in parts], [s for *_, s in parts]
-            )
-        return linear(x, weight, table, routing, impl).split(widths, dim=1)
+        for slot, parts in inputs.adapters.items():
+            a, b = zip(*pairs[slot], strict=True)
+            table.set_(slot, a, b, [part.scaling for part in parts])
+        return linear(x, weight, table, inputs.routing, impl).split(widths, dim=1)
+
+    def check(self, y: Tensor, inputs: Inputs) -> None:
+        eager = oracles.eager("lora_linear", inputs)
+        assert_right(y, eager, oracles.truth("lora_linear", inputs))
+
+    def test_K28_columns(self, shards: int, rank: int, impl: str, device: torch.device) -> None:
+        inputs = self.inputs(rank, device)
+        parts = []
+        for n in range(shards):
+            weight = torch.cat([w.chunk(shards)[n] for w in inputs.weight.split(self.SLICES)])
+            shard = partial(lambda n, a, b: (a, b.chunk(shards)[n]), n)
+            parts.append(self.layer(inputs.x, weight, inputs, shard, impl))
+        self.check(torch.cat([part[s] for s in range(2) for part in parts], dim=1), inputs)
+
+    def test_K28_rows(self, shards: int, rank: int, impl: str, device: torch.device) -> None:
+        inputs = self.inputs(rank, device)
+        total = torch.zeros_like(inputs.y)
+        for n in range(shards):
+            x, weight = inputs.x.chunk(shards, 1)[n], inputs.weight.chunk(shards, 1)[n]
+            shard = partial(lambda n, a, b: (a.chunk(shards, 1)[n], b), n)
+            total += torch.cat(self.layer(x, weight, inputs, shard, impl), dim=1)
+        self.check(total, inputs)
 
 
 @pytest.mark.parametrize("impl", LINEAR)
