@@ -12,6 +12,8 @@ from torch import Tensor
 
 import loraplex as lp
 
+# of a layer like a model's and an odd one, in one set of random cases
+LAYER_PAIRS = 2
 OPS = ("multi_lora", "add_lora", "lora_linear", "matmul", "fused_matmul_expand")
 MIXES = ("distinct", "uniform", "zipf", "identical")
 RANKS = (0, 1, 2, 3, 4, 5, 8, 12, 16, 24, 31, 32, 33, 48, 64)
@@ -71,32 +73,27 @@ def four_tokens() -> Case:
 def random_cases(
     count: int, dtypes: Sequence[torch.dtype], *, is_small: bool, seed: int = 0
 ) -> list[Case]:
-    """``count`` problems that go round all ops, dtypes and mixes.
+    """``count`` problems that go round all ops, dtypes and mixes, on a few layers.
+
+    A layer is a K, slices and ranks, what kernels are compiled for; batches differ in everything
+    else.
 
     Args:
         is_small: sizes for Triton's interpreter, which takes milliseconds a program.
     """
     draw = random.Random(seed)
-    most_tokens, most_features, most_slots = (20, 80, 5) if is_small else (150, 500, 12)
+    most_tokens = 20 if is_small else 150
+    layers = [_draw_layer(draw, is_even, is_small) for is_even in (True, False) * LAYER_PAIRS]
     cases = []
     for number in range(count):
-        # Half of the layers are like a model's, whole vectors everywhere; the others have sizes of
-        # one and sizes that no block divides, which are the ones that go wrong.
-        is_even = draw.random() < 0.5
-        ranks = [rank for rank in RANKS if not is_even or rank % 8 == 0]
-        if not is_small:
-            ranks += [rank for rank in WIDE_RANKS if not is_even or rank % 8 == 0]
-
-        def width(is_even: bool = is_even) -> int:
-            return 32 * draw.randint(1, most_features // 32) if is_even else draw.randint(1, 80)
-
+        k, slices, ranks = draw.choice(layers)
         cases.append(
             Case(
                 op=OPS[number % len(OPS)],
                 m=draw.choice([1, 2, 15, 16, 17, draw.randint(1, most_tokens)]),
-                k=width() if not is_even else 2 * width(),
-                slices=tuple(width() for _ in range(draw.choice([1, 1, 2, 3]))),
-                ranks=tuple(draw.choice(ranks) for _ in range(draw.randint(1, most_slots))),
+                k=k,
+                slices=slices,
+                ranks=ranks,
                 mix=MIXES[number // len(OPS) % len(MIXES)],
                 base_share=draw.choice([0.0, 0.3, 1.0 if number % 7 == 0 else 0.5]),
                 dtype=dtypes[number // (len(OPS) * len(MIXES)) % len(dtypes)],
@@ -105,6 +102,27 @@ def random_cases(
             )
         )
     return cases
+
+
+def _draw_layer(
+    draw: random.Random, is_even: bool, is_small: bool
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """K, slices and ranks: either whole vectors everywhere, like a model's, or odd sizes that no
+    block divides, which are the ones that go wrong.
+    """
+    most_features, most_slots = (80, 5) if is_small else (500, 12)
+    ranks = [rank for rank in RANKS if not is_even or rank % 8 == 0]
+    if not is_small:
+        ranks += [rank for rank in WIDE_RANKS if not is_even or rank % 8 == 0]
+
+    def width() -> int:
+        return 32 * draw.randint(1, most_features // 32) if is_even else draw.randint(1, 80)
+
+    return (
+        2 * width() if is_even else width(),
+        tuple(width() for _ in range(draw.choice([1, 2, 3]))),
+        tuple(draw.sample(ranks, min(len(ranks), most_slots))),
+    )
 
 
 def draw_indices(mix: str, m: int, num_adapters: int, generator: torch.Generator) -> Tensor:

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.tile import (
+    add_product,
     expand_tile,
     finish_rows,
     load_groups_of_places,
@@ -28,6 +29,7 @@ def base_product(
     column,
     first_column,
     split,
+    is_real,
     K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -67,9 +69,9 @@ def base_product(
         else:
             weight = tl.load(weight_tile, mask=in_k, other=0.0)
         if IS_SWAPPED:
-            acc = tl.dot(weight, x.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, weight, x.T, is_real, PRECISION)
         else:
-            acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, x, weight.T, is_real, PRECISION)
         x_tile += BLOCK_K * stride_xk
         if not HAS_DESCRIPTOR:
             weight_tile += BLOCK_K * stride_wk
@@ -149,6 +151,7 @@ def lora_linear_kernel(
             start + safe_column,
             start + first,
             split,
+            num_tokens > 0,
             K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
         )  # fmt: skip
     elif IS_SWAPPED:

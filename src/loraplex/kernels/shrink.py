@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.tile import ENTRY_FIELDS, GROUP_FIELDS
+from loraplex.kernels.tile import ENTRY_FIELDS, GROUP_FIELDS, add_product
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def shrink_rows(
     row, has_row,
     rank_index, rank,
     split,
+    is_real,
     K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    RANK_MULTIPLE: tl.constexpr,
     ITEM_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -36,9 +36,6 @@ def shrink_rows(
     # blocks of K are counted whole, so that every part begins at an aligned offset
     STEP: tl.constexpr = BLOCK_K * LANES
     STEPS: tl.constexpr = (K + STEP * SPLIT_K - 1) // (STEP * SPLIT_K)
-    if RANK_MULTIPLE == 8:
-        a_ptr = tl.multiple_of(a_ptr, 16)
-        stride_ar = tl.multiple_of(stride_ar, 8)
     x_row = x_ptr + row.to(tl.int64)[None, :, None] * stride_xm
     a_row = a_ptr + rank_index.to(tl.int64)[None, :, None] * stride_ar
     lane_k = tl.arange(0, LANES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
@@ -52,7 +49,7 @@ def shrink_rows(
             a_mask = a_mask & (k < K)
         x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=x_mask, other=0.0)
         a = tl.load(a_row + k.to(tl.int64) * stride_ak, mask=a_mask, other=0.0)
-        acc = tl.dot(x, tl.permute(a, (0, 2, 1)), acc, input_precision=PRECISION)
+        acc = add_product(acc, x, tl.permute(a, (0, 2, 1)), is_real, PRECISION)
     return tl.sum(acc, axis=0)
 
 
@@ -180,6 +177,10 @@ def shrink_kernel(
     entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
     a_ptr = tl.load(entry_ptr, mask=is_item, other=0).to(tl.pointer_type(x_ptr.dtype.element_ty))
     stride_ar = tl.load(entry_ptr + 1, mask=is_item, other=0)
+    # said here, next to the loads: a hint on an argument of a nested function is lost
+    if RANK_MULTIPLE == 8:
+        a_ptr = tl.multiple_of(a_ptr, 16)
+        stride_ar = tl.multiple_of(stride_ar, 8)
     rank = tl.load(entry_ptr + 4, mask=is_item, other=0).to(tl.int32)
     scaling = tl.load(entry_ptr + 5, mask=is_item, other=0).to(tl.int32)
     scaling = scaling.to(tl.float32, bitcast=True)
@@ -190,8 +191,8 @@ def shrink_kernel(
     acc = shrink_rows(
         x_ptr, stride_xm, stride_xk,
         a_ptr, stride_ar, stride_ak,
-        row, has_row, rank_index, rank, split,
-        K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, LANES, PRECISION,
+        row, has_row, rank_index, rank, split, is_item,
+        K, SPLIT_K, ITEM_M, BLOCK_R, BLOCK_K, LANES, PRECISION,
     )  # fmt: skip
     # the scaling comes before the rounding, so that a large x A^T with a small scale stays finite
     target = v_ptr + split.to(tl.int64) * stride_vk + part * stride_vs

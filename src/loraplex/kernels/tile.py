@@ -23,6 +23,20 @@ GROUP_FIELDS = tl.constexpr(4)
 
 
 @triton.jit
+def add_product(acc, left, right, is_real, PRECISION: tl.constexpr):
+    """acc + left right; in float32 block by block, since one long chain of sums loses digits.
+
+    ``is_real`` is true, but only known when the kernel runs: it keeps the compiler from making the
+    two steps one chain again.
+    """
+    if left.dtype == tl.float32:
+        acc += tl.where(is_real, tl.dot(left, right, input_precision=PRECISION), 0.0)
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def load_groups_of_places(
     entries_ptr, stride_el,
     plan_ptr,
@@ -128,9 +142,9 @@ def expand_tile(
             v += tl.load(v_address, mask=has_v, other=0.0)
         v = v.to(DTYPE)
         if IS_SWAPPED:
-            acc = tl.dot(b, v.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, b, v.T, num_groups > 0, PRECISION)
         else:
-            acc = tl.dot(v, b.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, v, b.T, num_groups > 0, PRECISION)
     return acc
 
 
