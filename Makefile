@@ -14,7 +14,7 @@ ARGS ?=
 
 # make gpu-check uses the interpreter that already holds a CUDA torch; nothing is installed.
 GPU_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
-GPU_WORKERS ?= 8
+GPU_WORKERS ?= 16
 RESULTS ?= benchmarks/results
 
 .PHONY: help
@@ -65,11 +65,12 @@ bench: $(STAMP)  ## the step-by-step benchmark; ARGS="--m 16 --plot ladder.png"
 .PHONY: gpu-check
 gpu-check: gpu-test gpu-bench  ## on a GPU machine: all tests, loraplex check, loraplex bench steps
 
+# tests/compile needs no GPU and is part of make check.
 .PHONY: gpu-test
 gpu-test:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-check needs a GPU, and torch %s sees none" % torch.__version__)'
 	$(GPU_PYTHON) -m loraplex env
-	$(GPU_PYTHON) -m pytest -q $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- "-n $(GPU_WORKERS) --dist worksteal") $(ARGS)
+	$(GPU_PYTHON) -m pytest -q --ignore tests/compile $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- "-n $(GPU_WORKERS) --dist worksteal") $(ARGS)
 	$(GPU_PYTHON) -m loraplex check --json $(RESULTS)/check.json
 
 .PHONY: gpu-bench
