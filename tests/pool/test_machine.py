@@ -235,6 +235,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.remove(name)
         if self.streams is not None:
             self.streams.drain()
+        elif self.kit.device.type == "cuda":
+            torch.cuda.synchronize()  # host pages come back once the copies out of them are done
         assert self.findings == []
         stats = self.pool.stats()
         assert (stats.registered, stats.resident, stats.retired, stats.leases) == (0, 0, 0, 0)
