@@ -47,6 +47,8 @@ class Usage:
     spilled_bytes: int = 0
     shared_bytes: int = 0
     shared_limit: int = 0
+    wide_copies: int = 0
+    narrow_loads: int = 0
     seconds: float = 0.0
     error: str = ""
 
@@ -130,9 +132,17 @@ def measure(case: str, name: str, kernel: Any, arch: str) -> Usage:
     usage.shared_bytes = int(kernel.metadata.shared)
     if "cubin" in kernel.asm:
         usage.registers, usage.spilled_bytes = cubin_usage(kernel.asm["cubin"])
+        usage.wide_copies, usage.narrow_loads = load_widths(kernel.asm["ptx"])
     else:
         usage.registers, usage.spilled_bytes = amdgcn_usage(kernel.asm["amdgcn"])
     return usage
+
+
+def load_widths(ptx: str) -> tuple[int, int]:
+    """How many instructions copy 16 bytes past the registers, and how many load two."""
+    wide = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b", ptx)
+    narrow = re.findall(r"ld\.global\S*\.[bu]16\b|cp\.async\.ca\S* [^;]*, 0x2\b", ptx)
+    return len(wide), len(narrow)
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:
