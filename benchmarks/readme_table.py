@@ -1,8 +1,8 @@
-"""Put the numbers of results/steps.json into README.md.
+"""Put the numbers of results/ into README.md and docs/kernels/lora_linear.md.
 
     python benchmarks/readme_table.py [--check]
 
-With --check nothing is written, and the exit code is 1 if README.md would change.
+With --check nothing is written, and the exit code is 1 if a page would change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 STEPS = ROOT / "benchmarks" / "results" / "steps.json"
+KERNEL_PAGE = ROOT / "docs" / "kernels" / "lora_linear.md"
+PEERS = ROOT / "benchmarks" / "results" / "peers_decode.json"
 REGION = re.compile(r"(<!-- numbers:begin[^>]*-->\n).*(<!-- numbers:end -->)", re.DOTALL)
 NONE_YET = (
     "No measurements are committed yet. `make gpu-check` writes them to `benchmarks/results/`.\n"
@@ -31,15 +33,15 @@ LINES = (
 
 
 def region(text: str) -> str:
-    """The part of README.md between the markers."""
+    """The part of a page between the markers."""
     found = REGION.search(text)
     if found is None:
-        raise ValueError("README.md has no <!-- numbers:begin --> ... <!-- numbers:end -->")
+        raise ValueError("the page has no <!-- numbers:begin --> ... <!-- numbers:end -->")
     return found.group(0)
 
 
 def with_numbers(text: str, numbers: str) -> str:
-    """README.md with this text between the markers."""
+    """A page with this text between the markers."""
     region(text)
     return REGION.sub(lambda found: found.group(1) + numbers + found.group(2), text)
 
@@ -83,16 +85,47 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def peers(path: Path = PEERS) -> str:
+    """The side-by-side table of one layer at decode, ours and the best peer over cuBLAS alone."""
+    content = json.loads(path.read_text())
+    cases: dict[str, dict[str, Any]] = {}
+    for row in content["rows"]:
+        cases.setdefault(row["case"], {})[row["provider"]] = row
+    header = content["header"]
+    lines = [
+        "| case | floor | base GEMM | `lora_linear` | `F.linear` + `add_lora_` | SGLang triton_v2 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case, rows in cases.items():
+        base = rows["base"]
+        cells = [
+            f"{rows[name]['us']:.1f} ({rows[name]['us'] / base['us']:.2f})"
+            for name in ("loraplex", "loraplex_add", "sgl_v2")
+        ]
+        lines.append(
+            f"| {case} | {base['floor_us']:.1f} | {base['us']:.1f} | " + " | ".join(cells) + " |"
+        )
+    lines += [
+        "",
+        f"In brackets the ratio to the base GEMM alone. {header['device']}, torch "
+        f"{header['torch']}, Triton {header['triton']}, commit {header['commit'][:7]}, "
+        f"{header['date'][:10]}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare only")
     args = parser.parse_args()
-    text = README.read_text()
-    wanted = with_numbers(text, numbers())
-    if args.check:
-        return int(wanted != text)
-    README.write_text(wanted)
-    return 0
+    is_stale = False
+    for page, text in ((README, numbers()), (KERNEL_PAGE, peers())):
+        before = page.read_text()
+        after = with_numbers(before, text)
+        is_stale = is_stale or after != before
+        if not args.check:
+            page.write_text(after)
+    return int(args.check and is_stale)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def test_example_has_twelve_lines() -> None:
 def test_numbers_are_those_of_the_result_file(script: ModuleType) -> None:
     text = README.read_text()
     assert script.with_numbers(text, script.numbers()) == text, "run benchmarks/readme_table.py"
+    page = script.KERNEL_PAGE.read_text()
+    assert script.with_numbers(page, script.peers()) == page, "run benchmarks/readme_table.py"
 
 
 def steps_content() -> dict[str, Any]:
