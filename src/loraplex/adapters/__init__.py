@@ -10,7 +10,7 @@ from loraplex.adapters.adapter import (
 from loraplex.adapters.base_copies import check_base_copies
 from loraplex.adapters.load import load_adapter
 from loraplex.adapters.match import Matching, match
-from loraplex.adapters.shapes import LayerLora, LayerShape
+from loraplex.adapters.shapes import LayerLora, LayerShape, shape_in_model
 from loraplex.adapters.spec import AdapterSpec
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "check_base_copies",
     "load_adapter",
     "match",
+    "shape_in_model",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loraplex.adapters.adapter import ModuleLora
 
@@ -63,6 +64,37 @@ class LayerShape:
     def out_features(self) -> int:
         """N of the layer, all slices together."""
         return sum(self.slices)
+
+
+def shape_in_model(name: str, in_features: int, out_features: int, config: Any) -> LayerShape:
+    """The shape of a linear layer of a transformers model, packed where the model fuses projections.
+
+    Phi-3's ``qkv_proj`` and ``gate_up_proj`` then take adapters of split projections as well as
+    fused ones; every other layer is plain.
+
+    Args:
+        name: path of the layer.
+        in_features, out_features: read from the layer itself.
+        config: the model's configuration, which alone knows how wide q, k and v are.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+        >>> shape_in_model("layers.0.self_attn.qkv_proj", 32, 64, config).slices
+        (32, 16, 16)
+    """
+    last = name.rpartition(".")[2]
+    heads = getattr(config, "num_attention_heads", None)
+    if last == "qkv_proj" and heads:
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        slices = (heads * width, groups * width, groups * width)
+        if sum(slices) == out_features:
+            return LayerShape(in_features, slices, FUSED_MEMBERS["qkv_proj"])
+    if last == "gate_up_proj" and out_features % 2 == 0:
+        half = out_features // 2
+        return LayerShape(in_features, (half, half), FUSED_MEMBERS["gate_up_proj"])
+    return LayerShape.plain(in_features, out_features)
 
 
 @dataclass(frozen=True)

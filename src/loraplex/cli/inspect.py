@@ -20,6 +20,7 @@ from loraplex.adapters import (
     ParameterLora,
     load_adapter,
     match,
+    shape_in_model,
 )
 from loraplex.cli.render import Column, print_table
 from loraplex.errors import AdapterError
@@ -179,27 +180,11 @@ def read_model(path: str) -> ModelShapes:
     layers: dict[str, LayerShape] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            layers[name] = _layer_shape(name, layer.in_features, layer.out_features, config)
+            layers[name] = shape_in_model(name, layer.in_features, layer.out_features, config)
         elif type(layer).__name__ == "Conv1D":
             layers[name] = LayerShape.plain(*layer.weight.shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return ModelShapes(getattr(config, "_name_or_path", "") or path, layers, shapes)
-
-
-def _layer_shape(name: str, in_features: int, out_features: int, config: Any) -> LayerShape:
-    """Phi-3's fused projections also take adapters of split ones; all others are plain."""
-    last = name.rpartition(".")[2]
-    heads = getattr(config, "num_attention_heads", None)
-    if last == "qkv_proj" and heads:
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        slices = (heads * width, groups * width, groups * width)
-        if sum(slices) == out_features:
-            return LayerShape(in_features, slices, ("q_proj", "k_proj", "v_proj"))
-    if last == "gate_up_proj" and out_features % 2 == 0:
-        half = out_features // 2
-        return LayerShape(in_features, (half, half), ("gate_proj", "up_proj"))
-    return LayerShape.plain(in_features, out_features)
 
 
 def _print(reports: list[Report]) -> None:

@@ -31,7 +31,7 @@ class Attachment:
         self.pool = pool
         self.base_class: type[nn.Module] = type(model)
         self.layers = dict(layers)
-        self.shapes = {name: shape_of(layer) for name, layer in layers.items()}
+        self.shapes = pool.layers
         self.steps = StepHolder()
         self._model = model
         self._device = next(iter(layers.values())).weight.device
@@ -47,7 +47,7 @@ class Attachment:
         loaded.require(FEATURES)
         loaded = check_base_copies(loaded, self._parameter)
         landed = match(loaded, self.shapes, base_model=self._model.name_or_path or None)
-        self.pool.add(name, loaded)
+        self.pool.add(name, loaded, matched=landed)
         self._changed[name] = frozenset(landed)
 
     def remove(self, name: str) -> None:
@@ -161,8 +161,9 @@ def attach(
     _check_model(model)
     layers = find_layers(model, exclude)
     first = next(iter(layers.values())).weight
+    text_config = model.config.get_text_config()
     pool = AdapterPool(
-        {name: shape_of(layer) for name, layer in layers.items()},
+        {name: shape_of(name, layer, text_config) for name, layer in layers.items()},
         max_adapters=max_adapters,
         max_rank=max_rank,
         dtype=first.dtype,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from loraplex.adapters import LayerShape
+from loraplex.adapters import LayerShape, shape_in_model
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The members of a stack of experts run on a selection of the tokens, each on its own.
@@ -30,10 +30,10 @@ def oriented_weight(layer: nn.Linear) -> Tensor:
     return layer.weight.t() if is_conv1d(layer) else layer.weight
 
 
-def shape_of(layer: nn.Linear) -> LayerShape:
-    """The sizes of a supported layer, read from its weight."""
+def shape_of(name: str, layer: nn.Linear, config: Any) -> LayerShape:
+    """The sizes of a supported layer, read from its weight; fused projections are packed layers."""
     out_features, in_features = oriented_weight(layer).shape
-    return LayerShape.plain(in_features, out_features)
+    return shape_in_model(name, in_features, out_features, config)
 
 
 def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear]:
