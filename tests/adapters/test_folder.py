@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -12,12 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save_file
 
 from loraplex.adapters import load_adapter
-from loraplex.adapters.safetensors_file import read_safetensors
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -99,7 +95,7 @@ def test_l37_pickle_named_safetensors(is_zip: bool, folder: Path) -> None:
     ("data", "said"),
     [
         pytest.param(b"<html>404 not found</html>", "no safetensors file", id="html"),
-        pytest.param(b"\x40" + bytes(7) + b"{" + b"x" * 80, "corrupt header", id="no-json"),
+        pytest.param(b"\x40" + bytes(7) + b"{" + b"x" * 80, "is corrupt", id="no-json"),
         pytest.param(b"\x02" + bytes(7) + b"{}" + b"x" * 8, "corrupt", id="trailing-bytes"),
         pytest.param(b"\x02" + bytes(7) + b"{}", "holds no adapter tensors", id="empty"),
         pytest.param(b"\xff" * 200, "no safetensors file", id="ff"),
@@ -138,21 +134,21 @@ def entry(begin: Any, end: Any, *shape: Any, dtype: Any = "F32") -> dict[str, An
     [
         (header_of(("a", entry(0, 64, 16))), "neither LoRA"),
         (header_of(("__metadata__", {"x": "y"}), ("a", entry(0, 64, 16))), "neither LoRA"),
-        (header_of(("a", entry(0, 32, 8)), ("b", entry(16, 64, 12))), "takes 48 bytes from 32"),
-        (header_of(("a", entry(0, 16, 4)), ("b", entry(32, 64, 8))), "takes 32 bytes from 16"),
-        (header_of(("a", entry(0, 64, 15))), "takes 60 bytes"),
-        (header_of(("a", entry(0, 32, 8))), "32 bytes after the last tensor"),
+        (header_of(("a", entry(0, 32, 8)), ("b", entry(16, 64, 12))), "is corrupt"),
+        (header_of(("a", entry(0, 16, 4)), ("b", entry(32, 64, 8))), "is corrupt"),
+        (header_of(("a", entry(0, 64, 15))), "is corrupt"),
+        (header_of(("a", entry(0, 32, 8))), "is corrupt"),
         (header_of(("a", entry(0, 128, 32))), "truncated: "),
-        (header_of(("a", entry(0, 32, 8)), ("a", entry(32, 64, 8))), "a name occurs twice"),
-        (header_of(("a", entry(0, 64, -4, -4))), "integers from 0"),
-        (header_of(("a", entry(0, 64, True, 16))), "integers from 0"),
-        (header_of(("a", entry(0, 0, 0, 1 << 62))), "too large"),
-        (header_of(("a", entry(0, 0, 0, 10**40, 10**40))), "too large"),
-        (header_of(("a", entry(0, 64, 16, dtype=4))), "is no string"),
-        (header_of(("a", entry(0, 64, 16, dtype=["F32"]))), "is no string"),
-        (header_of(("a", [1, 2])), "corrupt header"),
-        (header_of(("a", {"dtype": "F32", "shape": 4, "data_offsets": [0, 64]})), "corrupt header"),
-        (header_of(("a", {"dtype": "F32", "shape": [16]})), "corrupt header"),
+        (header_of(("a", entry(0, 32, 8)), ("a", entry(32, 64, 8))), "is corrupt"),
+        (header_of(("a", entry(0, 64, -4, -4))), "is corrupt"),
+        (header_of(("a", entry(0, 64, True, 16))), "is corrupt"),
+        (header_of(("a", entry(0, 0, 0, 1 << 62))), "is corrupt"),
+        (header_of(("a", entry(0, 0, 0, 10**40, 10**40))), "is corrupt"),
+        (header_of(("a", entry(0, 64, 16, dtype=4))), "is corrupt"),
+        (header_of(("a", entry(0, 64, 16, dtype=["F32"]))), "is corrupt"),
+        (header_of(("a", [1, 2])), "is corrupt"),
+        (header_of(("a", {"dtype": "F32", "shape": 4, "data_offsets": [0, 64]})), "is corrupt"),
+        (header_of(("a", {"dtype": "F32", "shape": [16]})), "is corrupt"),
         ((10**9).to_bytes(8, "little") + b"{}", "end inside its header"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -162,29 +158,10 @@ def test_l37_headers(data: bytes, said: str, folder: Path) -> None:
     assert said in refusal(folder)
 
 
-SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-
-
-@given(st.dictionaries(st.text(max_size=8), st.tuples(SHAPES, DTYPES), max_size=5))
-def test_reader_equals_the_safetensors_package(
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]],
-) -> None:
-    assume("__metadata__" not in kinds)
-    tensors = {name: torch.randn(shape).mul(9).to(dtype) for name, (shape, dtype) in kinds.items()}
-    data = save(tensors, metadata={"format": "pt"})
-    file = io.BufferedReader(io.BytesIO(data))  # type: ignore[arg-type]
-    found = read_safetensors(file, len(data), "x")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-
-
 def test_dtype_that_torch_lacks(folder: Path) -> None:
     file = folder / WEIGHTS
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"E8M"'))
-    with pytest.raises(UnsupportedAdapterError, match="has dtype E8M"):
+    with pytest.raises(UnsupportedAdapterError, match="no torch dtype.*E8M"):
         load_adapter(folder)
 
 
