@@ -6,6 +6,9 @@
 | ``LORAPLEX_DEBUG=1`` | check the range of routing indices on the GPU too (synchronises) |
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
 | ``LORAPLEX_COMMIT`` | commit named in result files where git cannot tell it |
+
+Unset, ``LORAPLEX_TUNING_DIR`` is ``loraplex/tuning`` under ``XDG_DATA_HOME`` or ``~/.local/share``,
+where ``loraplex tune`` writes; set to nothing, there is no such folder.
 """
 
 from __future__ import annotations
@@ -44,9 +47,12 @@ def is_debug() -> bool:
 
 
 def tuning_dir() -> Path | None:
-    """Folder of the user's own tuning tables, or None."""
-    value = os.environ.get("LORAPLEX_TUNING_DIR", "")
-    return Path(value) if value else None
+    """Folder of the user's own tuning tables; None if ``LORAPLEX_TUNING_DIR`` is set to nothing."""
+    value = os.environ.get("LORAPLEX_TUNING_DIR")
+    if value is not None:
+        return Path(value) if value else None
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(data) / "loraplex" / "tuning"
 
 
 def commit() -> str:

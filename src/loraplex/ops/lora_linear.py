@@ -22,7 +22,7 @@ from loraplex.ops.routed import (
 from loraplex.reference import lora as reference
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
-from loraplex.tuning import Problem, choose
+from loraplex.tuning import Choice, Problem, choose
 from loraplex.tuning.choose import Config
 
 
@@ -96,9 +96,20 @@ def _lora_linear(
     if choice.impl == "torch":
         adapters = routed.adapters(x.shape[1], x.dtype)
         return reference.lora_linear(x, weight, adapters, indices, bias)
+    return run_choice(choice, x, weight, bias, routed)
+
+
+def run_choice(
+    choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed
+) -> Tensor:
+    """Run exactly this choice of kernels; a measurement calls it with choices of its own."""
     if choice.impl == "gemm_add":
         y = F.linear(x, weight, bias)
-        run_expand(y, x, bias, routed, choose(_as_add(problem)).configs)
+        # a rule may bring blocks for the LoRA part; without them it is add_lora_ as it is
+        configs = choice.configs
+        if not configs:
+            configs = choose(_as_add(problem_of("lora_linear", x, routed, weight))).configs
+        run_expand(y, x, bias, routed, configs)
         return y
     return _run_fused(x, weight, bias, routed, choice.configs["shrink"], choice.configs["linear"])
 
