@@ -120,8 +120,8 @@ def launch_expand(
 ):
     """Add the adapters' part to ``y`` [M, N] in place; ``bias`` or None is what y holds already."""
     num_tokens = y.shape[0]
-    column_blocks = sum(triton.cdiv(width, block_n) for width in slices)
-    expand_kernel[(triton.cdiv(num_tokens, block_m), column_blocks)](
+    column_blocks = sum(-(-width // block_n) for width in slices)
+    expand_kernel[(-(-num_tokens // block_m), column_blocks)](
         y, y.stride(0), y.stride(1),
         bias if bias is not None else y,
         entries, entries.stride(0),

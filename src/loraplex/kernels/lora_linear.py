@@ -247,7 +247,7 @@ def launch_lora_linear(
 ):
     """Write ``y`` [M, N]; ``v`` and ``groups`` are what :func:`launch_shrink` filled."""
     num_tokens, in_features = x.shape
-    tiles = triton.cdiv(num_tokens, block_m) * sum(triton.cdiv(width, block_n) for width in slices)
+    tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
     launch = {"launch_pdl": True} if is_dependent else {}
     source = weight
     if has_descriptor:

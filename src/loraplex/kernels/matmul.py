@@ -79,7 +79,7 @@ def launch_matmul(
     m, k = x.shape
     n = c.shape[1]
     second, third = (x, c) if y is None else (y, b)
-    matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    matmul_kernel[(-(-m // block_m) * -(-n // block_n),)](
         x, x.stride(0), x.stride(1),
         c, c.stride(0), c.stride(1),
         second, second.stride(0), second.stride(1),

@@ -74,7 +74,7 @@ def launch_one_launch(
 ):
     """Write the delta ``d`` [M, N]."""
     num_tokens, in_features = x.shape
-    column_blocks = sum(triton.cdiv(width, block_n) for width in slices)
+    column_blocks = sum(-(-width // block_n) for width in slices)
     one_launch_kernel[(num_tokens, column_blocks)](
         x, x.stride(0), x.stride(1),
         entries, entries.stride(0),

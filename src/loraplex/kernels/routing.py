@@ -70,7 +70,7 @@ def routing_kernel(
 def launch_routing(source, indices, places, plan, num_adapters, *, tile_m, item_m):
     """Fill the routing buffers of ``source.shape[0]`` rows; tiles past them keep what they had."""
     num_tokens = source.shape[0]
-    routing_kernel[(triton.cdiv(num_tokens, tile_m),)](
+    routing_kernel[(-(-num_tokens // tile_m),)](
         source, source.stride(0),
         indices,
         places,

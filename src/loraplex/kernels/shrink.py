@@ -228,9 +228,9 @@ def launch_shrink(
 ):
     """Fill ``v`` [SPLIT_K, M, S, R] and ``groups`` [T, S, G, 4]; zero ``arrivals``."""
     num_tokens, in_features = x.shape
-    rank_blocks = triton.cdiv(max_rank, block_r)
+    rank_blocks = -(-max_rank // block_r)
     split_k, _, num_slices, _ = v.shape
-    tiles = triton.cdiv(num_tokens, tile_m)
+    tiles = -(-num_tokens // tile_m)
     grid = (tiles * (num_items + 1), num_slices * rank_blocks, split_k)
     shrink_kernel[grid](
         x, x.stride(0), x.stride(1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ from loraplex.tuning import Problem
 from loraplex.tuning.choose import Config
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The part of a table that is fixed for its life, as the list of ints that an op takes."""
 
     max_rank: int
@@ -45,9 +45,16 @@ def layout_of(table: AdapterTable) -> list[int]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Routed:
-    """Table and routing of one call, unpacked from an op's arguments."""
+    """Table and routing of one call, unpacked from an op's arguments.
+
+    Attributes:
+        has_adapters: whether any row could have an adapter at all.
+        tile_m, item_m: rows of a routing tile and of a work item.
+        num_places: power of two that holds a tile's distinct adapters.
+        num_items: most work items of a tile; one group more than adapters, for the base rows.
+    """
 
     entries: Tensor
     storages: Sequence[Tensor]
@@ -57,27 +64,13 @@ class Routed:
     slices: tuple[int, ...]
     layout: Layout
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether any row could have an adapter at all."""
-        return self.entries.shape[0] > 0 and self.layout.max_rank > 0
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a routing tile."""
-        return tile_height_of(self.plan)
-
-    @property
-    def num_places(self) -> int:
-        """Power of two that holds a tile's distinct adapters."""
-        most = min(self.tile_m, self.entries.shape[0])
-        return max(2, 1 << (most - 1).bit_length())
-
-    @property
-    def num_items(self) -> int:
-        """Most work items a tile can have; one group more than adapters, for the base rows."""
-        pieces = self.tile_m // item_height(self.tile_m)
-        return min(self.tile_m, pieces + self.entries.shape[0] + 1)
+    def __post_init__(self) -> None:
+        num_adapters = self.entries.shape[0]
+        self.has_adapters = num_adapters > 0 and self.layout.max_rank > 0
+        self.tile_m = tile_height_of(self.plan)
+        self.item_m = item_height(self.tile_m)
+        self.num_places = max(2, 1 << (min(self.tile_m, num_adapters) - 1).bit_length())
+        self.num_items = min(self.tile_m, self.tile_m // self.item_m + num_adapters + 1)
 
     def adapters(self, in_features: int, dtype: torch.dtype) -> dict[int, list[SliceLora]]:
         """Tensors of the adapters that occur, for the reference; reads the indices."""
@@ -189,7 +182,7 @@ def run_shrink(
         groups,
         routed.plan[0, :0] if arrivals is None else arrivals,
         tile_m=routed.tile_m,
-        item_m=item_height(routed.tile_m),
+        item_m=routed.item_m,
         num_items=routed.num_items,
         num_places=routed.num_places,
         max_rank=max_rank,
