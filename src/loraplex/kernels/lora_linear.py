@@ -151,7 +151,7 @@ def lora_linear_kernel(
             start + safe_column,
             start + first,
             split,
-            x_ptr.to(tl.int64) != 0,
+            y_ptr.to(tl.int64) != 0,
             K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
         )  # fmt: skip
     elif IS_SWAPPED:

@@ -52,7 +52,7 @@ def matmul_kernel(
         c = tl.load(
             c_column + offset[:, None] * stride_ck, mask=in_columns & (k < K)[:, None], other=0.0
         )
-        acc = add_product(acc, x, c, x_ptr.to(tl.int64) != 0, PRECISION)
+        acc = add_product(acc, x, c, o_ptr.to(tl.int64) != 0, PRECISION)
 
     # y b, on the same accumulator: the sum never leaves the registers
     y_row = y_ptr + row.to(tl.int64)[:, None] * stride_ym
@@ -64,7 +64,7 @@ def matmul_kernel(
         b = tl.load(
             b_column + offset[:, None] * stride_br, mask=in_columns & (r < R)[:, None], other=0.0
         )
-        acc = add_product(acc, y, b, x_ptr.to(tl.int64) != 0, PRECISION)
+        acc = add_product(acc, y, b, o_ptr.to(tl.int64) != 0, PRECISION)
 
     target = (
         o_ptr + row.to(tl.int64)[:, None] * stride_om + column.to(tl.int64)[None, :] * stride_on

@@ -27,7 +27,8 @@ def add_product(acc, left, right, is_real, PRECISION: tl.constexpr):
     """acc + left right; in float32 block by block, since one long chain of sums loses digits.
 
     ``is_real`` is true, but only known when the kernel runs: it keeps the compiler from making the
-    two steps one chain again. (No comparison of a size will do: sizes of 1 are compiled in.)
+    two steps one chain again. (No comparison of a size will do, sizes of 1 are compiled in; nor
+    an input's address, which is zero where it has no elements.)
     """
     if left.dtype == tl.float32:
         acc += tl.where(is_real, tl.dot(left, right, input_precision=PRECISION), 0.0)
