@@ -67,7 +67,7 @@ def save_adapter(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path
     for name, parameter in adapted.named_parameters():
         if "lora_magnitude" in name:
             parameter.data *= torch.rand_like(parameter) + 0.5
-        elif "lora_" in name:
+        elif parameter.requires_grad:
             parameter.data.normal_(0, 0.35)
     adapted.save_pretrained(str(folder))
     return folder

@@ -33,8 +33,8 @@ def test_layers_share_the_base_weights(llama: Any) -> None:
     assert model is llama
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     wrapped = [name for name, layer in model.named_modules() if isinstance(layer, LoraLinear)]
-    assert len(wrapped) == 2 * 7
-    assert not isinstance(model.lm_head, LoraLinear)
+    assert len(wrapped) == 2 * 7 + 1
+    assert isinstance(model.lm_head, LoraLinear)
 
 
 def test_detach_restores_everything(llama: Any, adapters: Mapping[str, Path]) -> None:
@@ -114,22 +114,49 @@ def test_training_mode_is_refused(attached: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "feature"),
+    ("config", "message"),
     [
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "embeddings"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}, "trainable_tokens"),
+        ({"alora_invocation_tokens": [4, 2]}, r"alora \(alora_invocation_tokens=\[4, 2\]\)"),
+        (
+            {"trainable_token_indices": [3], "target_modules": ["lm_head"]},
+            "lm_head has.*two kinds",
+        ),
+        ({"target_modules": ["embed_tokens"], "r": 65}, r"rank 65 > 64.*embed_tokens"),
     ],
-    ids=["modules_to_save", "embeddings", "trainable_tokens"],
+    ids=["alora", "two-kinds", "embedding-rank"],
 )
-def test_features_that_are_not_carried_are_refused_by_name(
-    config: Any, feature: str, cpu_llama: Any, llama: Any, make_adapter: Any, tmp_path: Path
+def test_what_is_not_carried_is_refused_by_name(
+    config: Any, message: str, make_llama: Any, make_adapter: Any, tmp_path: Path
+) -> None:
+    model = make_llama(tie_word_embeddings=True)
+    folder = make_adapter(model, tmp_path / "a", **{"r": 4, "target_modules": ["q_proj"]} | config)
+    modules = list(model.modules())
+    attached = lp.attach(model)
+    with pytest.raises(lp.AdapterError, match=message):
+        attached.add_adapter("a", folder)
+    assert attached.adapter_names() == attached._loraplex.pool.names() == []
+    assert list(lp.detach(attached).modules()) == modules
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"target_modules": ["lm_head"]}, "1 of 1 parts.*matched nothing.*lm_head"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "lm_head.*did not exclude",
+        ),
+    ],
+    ids=["lora", "modules_to_save"],
+)
+def test_an_adapter_on_an_excluded_head_is_refused(
+    config: Any, message: str, cpu_llama: Any, llama: Any, make_adapter: Any, tmp_path: Path
 ) -> None:
     folder = make_adapter(cpu_llama, tmp_path / "a", r=4, **config)
-    model = lp.attach(llama)
-    with pytest.raises(lp.UnsupportedAdapterError, match=feature):
+    model = lp.attach(llama, exclude=("lm_head",))
+    assert not isinstance(model.lm_head, LoraLinear)
+    with pytest.raises(lp.AdapterError, match=message):
         model.add_adapter("a", folder)
-    assert model.adapter_names() == []
 
 
 def test_an_adapter_of_another_model_changes_nothing(

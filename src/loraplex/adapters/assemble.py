@@ -17,7 +17,13 @@ from loraplex.adapters.adapter import (
     TokenRows,
     is_finite,
 )
-from loraplex.adapters.sorting import Group, SortedTensors, parameter_of, sort_tensors
+from loraplex.adapters.sorting import (
+    Group,
+    SortedTensors,
+    is_within,
+    parameter_of,
+    sort_tensors,
+)
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
@@ -177,7 +183,7 @@ class Assembler:
         missing = [
             entry
             for entry in self.spec.modules_to_save
-            if not any(module.endswith(entry) for module in saved)
+            if not any(is_within(module, entry) for module in saved)
         ]
         if strict and missing:
             raise AdapterError(

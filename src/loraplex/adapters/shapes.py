@@ -67,7 +67,7 @@ class LayerShape:
 
 
 def shape_in_model(name: str, in_features: int, out_features: int, config: Any) -> LayerShape:
-    """The shape of a linear layer of a transformers model, packed where the model fuses projections.
+    """The shape of a linear layer of a transformers model, packed where it fuses projections.
 
     Phi-3's ``qkv_proj`` and ``gate_up_proj`` then take adapters of split projections as well as
     fused ones; every other layer is plain.

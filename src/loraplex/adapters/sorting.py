@@ -90,9 +90,16 @@ def _place(
 
 
 def is_saved(module: str, spec: AdapterSpec) -> bool:
-    """PEFT's own rule for modules_to_save: the end of the path, even inside a word."""
-    listed = any(module.endswith(entry) for entry in spec.modules_to_save)
+    """Whether PEFT stores a module whole: it is listed, or a part of one that is."""
+    listed = any(is_within(module, entry) for entry in spec.modules_to_save)
     return listed or module.rpartition(".")[2] in EMBEDDING_NAMES
+
+
+def is_within(module: str, entry: str) -> bool:
+    """PEFT's own rule for modules_to_save, the end of a path, even inside a word; here also of a
+    parent's path, since a module that is stored whole brings what is inside it."""
+    parts = module.split(".")
+    return any(".".join(parts[:count]).endswith(entry) for count in range(1, len(parts) + 1))
 
 
 def _check_adapter_names(keys: Iterable[TensorKey], label: str) -> None:

@@ -3,5 +3,6 @@
 from loraplex.nn.attach import attach, detach
 from loraplex.nn.linear import LoraLinear
 from loraplex.nn.model import AttachedModel
+from loraplex.nn.rowwise import LoraEmbedding
 
-__all__ = ["AttachedModel", "LoraLinear", "attach", "detach"]
+__all__ = ["AttachedModel", "LoraEmbedding", "LoraLinear", "attach", "detach"]

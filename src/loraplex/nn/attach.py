@@ -2,117 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-from torch import Tensor, nn
-
-from loraplex.adapters import Adapter, check_base_copies, load_adapter, match
-from loraplex.errors import LoraplexError, UnknownAdapterError
+from loraplex.errors import LoraplexError
+from loraplex.nn.attachment import Attachment, replace_module
 from loraplex.nn.layers import find_layers, oriented_weight, shape_of
 from loraplex.nn.library import import_transformers
 from loraplex.nn.linear import LoraLinear
-from loraplex.nn.model import AdapterNames, AttachedModel, attached_class
-from loraplex.nn.step import Step, StepHolder
+from loraplex.nn.model import AttachedModel, attached_class
 from loraplex.pool import AdapterPool
-
-# PEFT's spelling of a row without adapter.
-BASE = "__base__"
-# What the tables carry beyond A and B.
-FEATURES = ("dora", "lora_bias", "bias")
-
-
-class Attachment:
-    """The adapters of one attached model: pool, layers, and the step that runs."""
-
-    def __init__(self, model: Any, layers: Mapping[str, nn.Linear], pool: AdapterPool) -> None:
-        self.pool = pool
-        self.base_class: type[nn.Module] = type(model)
-        self.layers = dict(layers)
-        self.shapes = pool.layers
-        self.steps = StepHolder()
-        self._model = model
-        self._device = next(iter(layers.values())).weight.device
-        self._changed: dict[str, frozenset[str]] = {}
-
-    def add(self, name: str, adapter: str | os.PathLike[str] | Adapter) -> None:
-        """See :meth:`AttachedModel.add_adapter`."""
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a str, got {type(name).__name__}")
-        if not name or name == BASE:
-            raise ValueError(f"name must not be empty or {BASE!r} (a base row), got {name!r}")
-        loaded = adapter if isinstance(adapter, Adapter) else load_adapter(adapter)
-        loaded.require(FEATURES)
-        loaded = check_base_copies(loaded, self._parameter)
-        landed = match(loaded, self.shapes, base_model=self._model.name_or_path or None)
-        self.pool.add(name, loaded, matched=landed)
-        self._changed[name] = frozenset(landed)
-
-    def remove(self, name: str) -> None:
-        """See :meth:`AttachedModel.remove_adapter`."""
-        self._known("name", name)
-        self.pool.remove(name)
-        self._changed.pop(name, None)
-
-    def names(self) -> list[str]:
-        """Registered adapters by arrival."""
-        return list(self._changed)
-
-    @contextlib.contextmanager
-    def serving(
-        self, adapter_names: AdapterNames, rows: int, *, may_expand: bool
-    ) -> Iterator[None]:
-        """Route the forward passes of the body: row i of the batch uses ``adapter_names[i]``."""
-        names = self._check_names(adapter_names, rows)
-        layers = frozenset[str]().union(
-            *(self._changed[name] for name in names if name is not None)
-        )
-        # The lease keeps the adapters in their slots, whatever is added and removed meanwhile.
-        with self.pool.acquire(names) as lease:
-            step = Step(
-                lease.indices,
-                layers,
-                num_adapters=self.pool.max_adapters,
-                device=self._device,
-                may_expand=may_expand,
-            )
-            with self.steps.use(step):
-                yield
-
-    def begin(self, batch: int, length: int) -> None:
-        """Tell the running step, if there is one, that a forward pass starts."""
-        step = self.steps.current
-        if step is not None:
-            step.begin(batch, length)
-
-    def _check_names(self, adapter_names: AdapterNames, rows: int) -> list[str | None]:
-        if self._model.training:
-            raise ValueError("adapter_names needs a model in eval mode; call model.eval() first")
-        if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
-            kind = type(adapter_names).__name__
-            raise TypeError(f"adapter_names must be a list of names and None, got {kind}")
-        if len(adapter_names) != rows:
-            raise ValueError(
-                f"adapter_names must have one name or None per row of the batch ({rows}), "
-                f"got {len(adapter_names)}"
-            )
-        names: list[str | None] = [None if name == BASE else name for name in adapter_names]
-        for row, name in enumerate(names):
-            if name is not None:
-                self._known(f"adapter_names[{row}]", name)
-        return names
-
-    def _parameter(self, name: str) -> Tensor | None:
-        return dict(self._model.named_parameters(remove_duplicate=False)).get(name)
-
-    def _known(self, argument: str, name: object) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument} must be a str or None, got {type(name).__name__}")
-        if name not in self._changed:
-            known = ", ".join(map(repr, self._changed)) or "none yet"
-            raise UnknownAdapterError(f"{argument} is {name!r}, the adapters are: {known}")
 
 
 def attach(
@@ -120,7 +19,7 @@ def attach(
     *,
     max_adapters: int = 8,
     max_rank: int = 64,
-    exclude: Sequence[str] = ("lm_head",),
+    exclude: Sequence[str] = (),
     impl: str = "auto",
     **pool_options: Any,
 ) -> AttachedModel:
@@ -182,7 +81,7 @@ def attach(
     kind = attached_class(attachment.base_class)  # type: ignore[arg-type]  # classes have hashes
     # From here on nothing can fail.
     for name, layer in wrapped.items():
-        _replace(model, name, layer)
+        replace_module(model, name, layer)
     model.__class__ = kind
     model._loraplex = attachment
     return cast(AttachedModel, model)
@@ -207,9 +106,7 @@ def detach(model: AttachedModel) -> Any:
     attachment = model._loraplex
     if attachment.steps.current is not None:
         raise LoraplexError("the model is generating; detach it after")
-    for name, layer in attachment.layers.items():
-        layer.train(model.get_submodule(name).training)
-        _replace(model, name, layer)
+    attachment.restore_modules()
     del model._loraplex
     model.__class__ = attachment.base_class
     attachment.pool.close()
@@ -226,8 +123,3 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model must be a decoder, {type(model).__name__} is an encoder-decoder")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise TypeError("model has adapters of transformers' PEFT integration; delete them first")
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, layer)
