@@ -16,8 +16,9 @@ from loraplex.version import __version__
 COMMANDS = {
     "demo": "serve one mixed batch on the embedded model and compare it with PEFT",
     "generate": "generate for a file of requests, each with its own adapter",
-    "bench": "measure: the step-by-step ladder of one LoRA layer",
+    "bench": "measure: one LoRA layer step by step, or a model's layers beside others",
     "check": "verify the results of every implementation on this machine",
+    "tune": "measure block sizes for a model's layers and write a tuning table",
     "inspect": "show what an adapter folder holds",
     "env": "print versions, the GPU, and what is available and why not",
 }
