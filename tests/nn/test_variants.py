@@ -76,6 +76,9 @@ VARIANTS = [
     variant("ensure-weight-tying", "llama-tied", target_modules=["embed_tokens", "q_proj"],
             ensure_weight_tying=True),
     variant("scaled-embedding", "gemma", target_modules=["embed_tokens", "q_proj"]),
+    variant("scaled-embedding-dora", "gemma", target_modules=["embed_tokens", "q_proj"],
+            use_dora=True),
+    variant("scaled-trainable-tokens", "gemma", trainable_token_indices=TOKENS),
     variant("own-scaled-embedding", "gemma", modules_to_save=["embed_tokens", "q_norm"]),
     variant("trainable-tokens", trainable_token_indices=TOKENS),
     variant("trainable-tokens-tied", "llama-tied", trainable_token_indices=TOKENS),
@@ -287,6 +290,45 @@ def test_weights_of_a_name_that_was_given_again_are_the_new_ones(
     model.remove_adapter("a")
     model.add_adapter("a", own_parts["tokens"])
     assert torch.equal(logits(model, prompts, adapter_names=["a"] * 7), fresh)
+
+
+def test_a_step_never_mixes_two_versions_of_a_name(
+    device: torch.device, own_parts: Any, prompts: Any, with_peft: Any, monkeypatch: Any
+) -> None:
+    """Replaced between the look-up of a name and the lease: all of the new one, nothing old."""
+    base = with_peft(model_of("llama-tied").to(device), None)
+    fresh = logits_of_one(with_peft(base, None), own_parts["embedding"], prompts)
+    model = lp.attach(base)
+    model.add_adapter("a", own_parts["saved"])
+    pool = model._loraplex.pool
+    acquire = pool.acquire
+
+    def replace_first(names: Any) -> Any:
+        monkeypatch.setattr(pool, "acquire", acquire)
+        model.remove_adapter("a")
+        model.add_adapter("a", own_parts["embedding"])
+        return acquire(names)
+
+    monkeypatch.setattr(pool, "acquire", replace_first)
+    assert torch.equal(logits(model, prompts, adapter_names=["a"] * 7), fresh)
+    assert pool.stats().leases == 0
+
+
+def test_bare_model_takes_embeddings_and_norms_of_the_causal_lm(
+    tmp_path: Path, device: torch.device, prompts: Any, with_peft: Any, make_adapter: Any
+) -> None:
+    whole = model_of("llama")
+    config: dict[str, Any] = {"target_modules": ["embed_tokens", "q_proj"]}
+    folder = make_adapter(whole, tmp_path / "a", r=4, modules_to_save=["norm"], **config)
+    whole = whole.to(device)
+    with torch.no_grad():
+        adapted = with_peft(whole, folder)
+        expected = adapted(**prompts, output_hidden_states=True).hidden_states[-1]
+        model = lp.attach(with_peft(whole, None).model)
+        model.add_adapter("a", folder)
+        ours = model(**prompts, adapter_names=["a"] * 7).last_hidden_state
+    mask = prompts["attention_mask"].bool()
+    torch.testing.assert_close(ours[mask], expected[mask], atol=1e-4, rtol=1e-4)
 
 
 def logits_of_one(base: Any, folder: Path, prompts: Any) -> torch.Tensor:

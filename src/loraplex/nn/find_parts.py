@@ -98,15 +98,11 @@ class PartFinder:
             "a": _private(lora.a.t(), weight, f"{label}: {name}.lora_embedding_A"),
             "b": _private(lora.b, weight, f"{label}: {name}.lora_embedding_B"),
         }
-        multiple = _multiple(embedding)
         if lora.magnitude is not None:
-            if multiple != 1.0:
-                raise UnsupportedAdapterError(
-                    f"{label}: DoRA on {name}, a {type(embedding).__name__} that scales its output"
-                )
-            scale = column_scale(weight.detach().t(), lora.a, lora.b, lora.scaling, lora.magnitude)
-            tensors["column_scale"] = scale
-        return EmbeddingDelta(tensors, lora.scaling * multiple)
+            tensors["column_scale"] = column_scale(
+                weight.detach().t(), lora.a, lora.b, lora.scaling, lora.magnitude
+            )
+        return EmbeddingDelta(tensors, lora.scaling * _multiple(embedding))
 
     def _tokens(self, name: str, found: TokenRows, label: str) -> dict[str, Part]:
         embedding = self._check_embedding(name, "trainable tokens", label)

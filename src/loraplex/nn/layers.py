@@ -125,5 +125,5 @@ def _check_same(layers: dict[str, nn.Linear]) -> None:
             if mine != wanted:
                 raise ValueError(
                     f"all layers must have one {attribute}: {first_name!r} has {wanted}, "
-                    f"{name!r} has {mine}"
+                    f"{name!r} has {mine} (exclude layers to leave them without adapters)"
                 )
