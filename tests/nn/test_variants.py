@@ -18,7 +18,7 @@ from loraplex.nn import LoraEmbedding
 pytestmark = [
     pytest.mark.hf,
     # what PEFT says about tied weights and stored embeddings while the adapters are made
-    pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers|tied).*"),
+    pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers|tied|lora_bias=True).*"),
 ]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -25,8 +25,9 @@ def attach(
 ) -> AttachedModel:
     """Give a transformers causal LM adapters, in place: ``model`` itself is changed and returned.
 
-    Its linear layers are replaced by :class:`LoraLinear`, which share their parameters, and it
-    gets :meth:`~AttachedModel.add_adapter`, :meth:`~AttachedModel.remove_adapter`,
+    Its linear layers are replaced by :class:`LoraLinear`, which share their parameters; embeddings
+    and norms follow when an adapter has weights for them. The model gets
+    :meth:`~AttachedModel.add_adapter`, :meth:`~AttachedModel.remove_adapter`,
     :meth:`~AttachedModel.adapter_names` and an ``adapter_names`` argument for ``generate`` and
     ``forward``. :func:`detach` takes all of it back.
 
