@@ -67,6 +67,7 @@ VARIANTS = [
     variant("modules-to-save-norms", features="modules_to_save", modules_to_save=["norm"]),
     variant("modules-to-save-embeddings", features="modules_to_save",
             modules_to_save=["embed_tokens"]),
+    variant("modules-to-save-with-children", features="modules_to_save", modules_to_save=["mlp"]),
     variant("modules-to-save-tied-head", "llama-tied", "modules_to_save",
             modules_to_save=["lm_head"]),
     variant("L18-head-and-embeddings", features="embeddings",

@@ -18,7 +18,9 @@ from loraplex.nn import LoraEmbedding
 pytestmark = [
     pytest.mark.hf,
     # what PEFT says about tied weights and stored embeddings while the adapters are made
-    pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers|tied|lora_bias=True).*"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(tie_word_embeddings|save_embedding_layers|tied|lora_bias=True).*"
+    ),
 ]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -277,6 +279,30 @@ def test_parts_leave_the_device_and_come_back(
     for name in own_parts:
         model.remove_adapter(name)
     assert not residents._resident
+
+
+@pytest.mark.gpu
+def test_a_decoding_step_with_parts_never_waits_for_the_gpu(
+    device: torch.device, own_parts: Any, with_peft: Any
+) -> None:
+    model = lp.attach(with_peft(model_of("llama-tied").to(device), None))
+    for name, folder in own_parts.items():
+        model.add_adapter(name, folder)
+    names = ["embedding", None, "saved", "tokens"]
+    ids = torch.tensor([[7], [3], [92], [50]], device=device)
+
+    def run() -> torch.Tensor:
+        model._loraplex.begin(4, 1)
+        return model.lm_head(model.model.norm(model.model.embed_tokens(ids)))
+
+    with torch.no_grad(), model._loraplex.serving(names, 4, may_expand=False):
+        expected = run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, expected)
 
 
 def test_weights_of_a_name_that_was_given_again_are_the_new_ones(
