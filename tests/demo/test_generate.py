@@ -68,6 +68,8 @@ BAD = {
     b'{"prompt": ""}': 'prompt must be a string that is not empty, got ""',
     b'{"prompt": 3}': "prompt must be a string that is not empty, got 3",
     b'{"prompt": "\\ud800"}': "half of a surrogate pair",
+    b'{"prompt": "a", "adapter": "\\ud800"}': "adapter is '\\ud800'",
+    b'{"prompt": "a", "id": NaN}': "not valid JSON: NaN is no JSON number",
     b'{"prompt": "a", "adapter": 3}': "adapter must be a name or null, got 3",
     b'{"prompt": "a", "adapter": "nope"}': "adapter is 'nope', the adapters are: 'emoji', 'french'",
     b'{"prompt": "a", "adapter": ""}': "adapter is ''",
@@ -106,6 +108,15 @@ def test_an_error_keeps_the_id_of_its_request(tmp_path: Path) -> None:
     assert [record["id"] for record in records] == [7, [1]]
 
 
+def test_an_id_that_is_no_text_comes_back_and_loses_nothing(tmp_path: Path) -> None:
+    lines = [
+        b'{"prompt": "a", "max_new_tokens": 1, "id": "\\ud800"}',
+        b'{"prompt": "a", "max_new_tokens": 1, "id": "\xc3\xa9"}',
+    ]
+    code, records = run(tmp_path, lines)
+    assert (code, [record["id"] for record in records]) == (0, ["\ud800", "\u00e9"])
+
+
 def test_a_broken_request_file_of_deep_json_is_one_error() -> None:
     with pytest.raises(RequestError, match="not valid JSON"):
         parse_request("[" * 100_000)
@@ -119,6 +130,7 @@ def test_a_broken_request_file_of_deep_json_is_one_error() -> None:
         (["--adapter", "a=no/such/folder"], "no/such/folder"),
         (["--adapter", "__base__=no/such/folder"], "no/such/folder"),
         (["--model", "no/such/model"], "no/such/model is not a model folder"),
+        (["--device", "meta"], "has its weight on the meta device"),
         (["--device", "nonsense"], "--device 'nonsense' cannot be used here"),
         (["--requests", "no/such/file"], "no/such/file"),
     ],
@@ -131,6 +143,15 @@ def test_wrong_usage_is_one_line_and_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x"])
+def test_a_batch_size_that_is_none(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, [b'{"prompt": "a"}'], f"--batch-size={value}")
+    assert f"--batch-size: must be a whole number from 1, got {value!r}" in capsys.readouterr().err
 
 
 def test_the_file_of_the_requests_is_never_overwritten(
@@ -154,3 +175,46 @@ def test_a_generator_refuses_more_than_it_was_made_for() -> None:
     assert generator.run([]) == []
     with pytest.raises(ValueError, match="at most 2, got 3"):
         generator.run([Request("a")] * 3)
+
+
+@pytest.fixture
+def short_model(tmp_path: Path) -> Path:
+    """A GPT-2 whose learned positions end at 64, as a folder."""
+    import torch
+    import transformers
+
+    from loraplex.demo import NAME, demo_folder
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder() / NAME)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_a_long_prompt_beside_a_long_answer(short_model: Path, tmp_path: Path) -> None:
+    long_prompt = {"prompt": "owl " * 50, "max_new_tokens": 3}
+    long_answer = {"prompt": "owl", "max_new_tokens": 50}
+    lines = [json.dumps(request).encode() for request in (long_prompt, long_answer) * 2]
+    together = run(tmp_path, lines, "--model", str(short_model))
+    assert together == run(tmp_path, lines, "--model", str(short_model), "--batch-size", "1")
+    assert together[0] == 0
+    assert [record["tokens"] <= 50 for record in together[1]] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("model.safetensors", b"\x08"), ("config.json", b"[]")]
+)
+def test_a_broken_model_is_one_line_and_code_2(
+    file: str, content: bytes, short_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (short_model / file).write_bytes(content)
+    capsys.readouterr()
+    code, records = run(tmp_path, [b'{"prompt": "a"}'], "--model", str(short_model))
+    assert (code, records) == (2, [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--model {short_model} cannot be loaded" in line

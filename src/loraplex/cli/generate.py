@@ -92,7 +92,7 @@ def _answer(
             for record in _serve(generator, batch, tally):
                 if "error" in record:
                     print(f"line {record['line']}: {record['error']}", file=sys.stderr)
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
+                out.write(_line(record) + "\n")
                 bar.advance()
             out.flush()
     return tally
@@ -136,12 +136,22 @@ def _serve(
         yield _with_id(request.id, record)
 
 
+def _line(record: dict[str, Any]) -> str:
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair in an id: as the request spelled it
+        return json.dumps(record)
+    return text
+
+
 def _with_id(number: Any, record: dict[str, Any]) -> dict[str, Any]:
     return record if number is None else {"id": number, **record}
 
 
 def _load(args: argparse.Namespace, adapters: dict[str, Path]) -> Generator:
     import torch
+    from safetensors import SafetensorError
 
     from loraplex.engines.transformers import Generator, load_model
 
@@ -155,8 +165,15 @@ def _load(args: argparse.Namespace, adapters: dict[str, Path]) -> Generator:
         folder, adapters = demo_folder() / NAME, {**demo_adapters(), **adapters}
         # fp16 is how the model is packed; on a CPU it is slow.
         dtype = torch.float32 if dtype is None and device.type == "cpu" else dtype
-    model, tokenizer = load_model(folder, dtype=dtype, device=device)
-    return Generator(model, tokenizer, adapters, max_batch=args.batch_size, impl=args.impl)
+    try:
+        model, tokenizer = load_model(folder, dtype=dtype, device=device)
+    except (TypeError, AttributeError, KeyError, SafetensorError) as error:
+        # what transformers says of broken files
+        raise ValueError(f"--model {folder} cannot be loaded: {error}") from error
+    try:
+        return Generator(model, tokenizer, adapters, max_batch=args.batch_size, impl=args.impl)
+    except TypeError as error:  # a kind of model or layer that attach refuses
+        raise ValueError(f"--model {folder}: {error}") from error
 
 
 def quiet() -> None:
@@ -218,7 +235,7 @@ def _writable(path: str) -> Iterator[TextIO]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return value

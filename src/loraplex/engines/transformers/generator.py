@@ -91,7 +91,7 @@ class Generator:
         if request.adapter is not None and request.adapter not in known:
             names = ", ".join(map(repr, known)) or "none"
             raise RequestError(f"adapter is {request.adapter!r}, the adapters are: {names}")
-        length = len(self.tokenizer(request.prompt)["input_ids"])
+        length = self._length(request)
         if length == 0:
             raise RequestError("prompt has no tokens")
         if self._room is not None and length + request.max_new_tokens > self._room:
@@ -106,6 +106,28 @@ class Generator:
             return []
         if len(requests) > self.max_batch:
             raise ValueError(f"requests must be at most {self.max_batch}, got {len(requests)}")
+        return [answer for group in self._groups(requests) for answer in self._run(group)]
+
+    def _length(self, request: Request) -> int:
+        return len(self.tokenizer(request.prompt)["input_ids"])
+
+    def _groups(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Neighbours that fit the model's positions together.
+
+        All rows of a batch run on until the last is done, so a long prompt beside a long answer
+        would reach positions that neither needs.
+        """
+        groups: list[list[Request]] = []
+        prompt = answer = 0
+        for request in requests:
+            prompt, answer = max(prompt, self._length(request)), max(answer, request.max_new_tokens)
+            if not groups or (self._room is not None and prompt + answer > self._room):
+                groups.append([])
+                prompt, answer = self._length(request), request.max_new_tokens
+            groups[-1].append(request)
+        return groups
+
+    def _run(self, requests: Sequence[Request]) -> list[Completion]:
         inputs = self.tokenizer([r.prompt for r in requests], return_tensors="pt", padding=True)
         ids = inputs["input_ids"].to(self.model.device)
         out = self.model.generate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 
 class RequestError(ValueError):
@@ -42,7 +42,7 @@ def parse_request(line: str | bytes, *, max_new_tokens: int = 64) -> Request:
         Request(prompt='Hello', adapter='shout', max_new_tokens=8, id=None)
     """
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -52,6 +52,10 @@ def parse_request(line: str | bytes, *, max_new_tokens: int = 64) -> Request:
     except RequestError as error:
         error.id = fields.get("id")
         raise
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _check(fields: dict[str, Any], max_new_tokens: int) -> Request:
