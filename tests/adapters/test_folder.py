@@ -264,6 +264,7 @@ def set_config(folder: Path, **changes: Any) -> None:
         pytest.param({"r": 8.5}, "r must be", id="r-fraction"),
         pytest.param({"lora_alpha": float("nan")}, "lora_alpha must be a finite", id="alpha-nan"),
         pytest.param({"lora_alpha": "16"}, "lora_alpha must be", id="alpha-text"),
+        pytest.param({"lora_alpha": 1e39}, "lora_alpha must be a finite", id="alpha-no-float32"),
         pytest.param({"lora_alpha": 10**400}, "lora_alpha must be", id="alpha-huge"),
         pytest.param({"alpha_pattern": {"q": None}}, "alpha_pattern['q']", id="alpha-pattern"),
         pytest.param({"alpha_pattern": [1]}, "alpha_pattern must be a dict", id="pattern-list"),

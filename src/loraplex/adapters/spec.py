@@ -46,6 +46,7 @@ REFUSED_KEYS = {
 
 UNCHANGED_BASE_INITS = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 BIAS_MODES = ("none", "all", "lora_only")
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,10 @@ def _positive_int(value: Any) -> int:
 
 
 def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    # a scaling is a float32 later
+    if not abs(value) <= FLOAT32_MAX:
         raise ValueError
     return value
 
