@@ -181,6 +181,7 @@ def test_K10_nothing_stays_of_what_was_before(before: list[int], after: list[int
         (torch.tensor([0, -2]), ValueError, "got -2"),
         (torch.tensor([0, 2**32]), ValueError, "got 4294967296"),
         ([0, 3], ValueError, "got 3"),
+        ([0, 2**70], ValueError, "indices must fit int64, got .*1180591620717411303424"),
         ([0.5], TypeError, "indices must be whole numbers"),
         ([True], TypeError, "indices must be whole numbers"),
         ("01", TypeError, "indices must be whole numbers"),

@@ -196,13 +196,16 @@ def check_per_slot(
         row = torch.full((num_adapters,), default, dtype=dtype, device=device)
         return None if dtype.is_floating_point else [int(default)] * num_adapters, row
     check_shape(name, given, [num_adapters])
-    if given.is_floating_point() != dtype.is_floating_point:
+    if given.is_floating_point() != dtype.is_floating_point or given.dtype == torch.bool:
         raise TypeError(
             f"{name} must have a dtype like {dtype_name(dtype)}, got {dtype_name(given.dtype)}"
         )
     if given.device.type != "cpu":
         check_device(name, given, "a_pool", device)
         return None, given.to(dtype)
+    if dtype.is_floating_point:
+        for slot, value in enumerate(given.tolist()):
+            check_number(f"{name}[{slot}]", value)
     numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
     return numbers, given.to(device=device, dtype=dtype)
 

@@ -168,7 +168,10 @@ def index_tensor(indices: object) -> Tensor:
         raise TypeError(f"indices must be a tensor or a sequence of ints, got {indices!r}")
     if any(isinstance(v, bool) or not isinstance(v, int) for v in indices):
         raise TypeError(f"indices must be whole numbers, got {list(indices)[:8]!r}")
-    return torch.tensor(indices, dtype=torch.int64)
+    try:
+        return torch.tensor(indices, dtype=torch.int64)
+    except (ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"indices must fit int64, got {list(indices)[:8]!r}") from None
 
 
 def _canonical(device: torch.device) -> torch.device:

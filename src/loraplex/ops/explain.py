@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.checks import check_int, dtype_name
+from loraplex.checks import REFERENCE_DTYPES, check_int, check_slices, dtype_name
 from loraplex.ops.impls import TRITON_IMPLS, arch_of, resolve
 from loraplex.tuning import Choice, Problem
 
@@ -61,12 +61,15 @@ def explain(
     """
     if op not in TRITON_IMPLS:
         raise ValueError(f"op must be one of {', '.join(TRITON_IMPLS)}, got {op!r}")
+    if dtype not in REFERENCE_DTYPES:
+        raise TypeError(f"dtype must be a floating dtype of 32, 16 or 64 bits, got {dtype!r}")
+    widths = check_slices(slices, None)
     where = torch.device(device)
     problem = Problem(
         op,
         check_int("m", m, 0),
         check_int("k", k, 1),
-        tuple(check_int(f"slices[{i}]", width, 1) for i, width in enumerate(slices)),
+        widths,
         check_int("num_adapters", num_adapters, 0),
         check_int("max_rank", max_rank, 0),
         dtype_name(dtype),
