@@ -1,4 +1,4 @@
-"""``loraplex bench steps``: the ladder of one LoRA layer, measured on this machine."""
+"""``loraplex bench``; ``steps``: the ladder of one LoRA layer, measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from loraplex.bench.layer import Shape
 from loraplex.bench.plot import save_plot
 from loraplex.bench.steps import Ladder, Row, num_pieces, run_ladder
 from loraplex.bench.timing import Timing
+from loraplex.cli import suite
 from loraplex.cli.render import Column, print_table, progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -31,7 +32,7 @@ NO_GPU = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench`` with its workloads."""
-    parser = subparsers.add_parser("bench", help="measure one LoRA layer, step by step")
+    parser = subparsers.add_parser("bench", help="measure LoRA layers")
     workloads = parser.add_subparsers(title="workloads", metavar="WORKLOAD", dest="workload")
     workloads.required = True
     steps = workloads.add_parser(
@@ -56,10 +57,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     steps.add_argument("--dtype", choices=DTYPES, default="float16", help="default float16")
     steps.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     steps.add_argument("--plot", type=Path, metavar="FILE", help="draw the ladder: png, svg, pdf")
+    suite.add_parser(workloads)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write; 1 if a result is wrong."""
+    return suite.run(args) if args.workload == "suite" else run_steps(args)
+
+
+def run_steps(args: argparse.Namespace) -> int:
+    """The ladder of one layer."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         env.use_interpreter()
