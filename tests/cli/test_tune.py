@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from loraplex.bench import tune as measuring
+from loraplex.bench.layers_batch import Batch
+from loraplex.bench.tune_journal import Result
 from loraplex.cli import tune
 from loraplex.cli.main import main
 from loraplex.tuning.choose import check_table
@@ -26,12 +30,36 @@ def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 candidates, 0 to measure" in capsys.readouterr().out
 
 
+@pytest.mark.interpreter
+def test_interrupted_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["tune", "--out", str(tmp_path)]
+    measure, names = measuring._measure, []
+
+    def interrupt(batch: Batch, name: str, *rest: Any) -> Result:
+        names.append(name)
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        return measure(batch, name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "_measure", interrupt)
+        assert main(words) == 130
+    assert "go on with --resume" in capsys.readouterr().out
+    assert not (tmp_path / "cpu.json").exists()
+    assert main([*words, "--resume"]) == 0
+    assert "2 candidates, 1 to measure" in capsys.readouterr().out
+    assert (tmp_path / "cpu.json").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--m", "1,x"], "--m must be positive whole numbers, got 'x'"),
         (["--m", "0"], "--m must be positive whole numbers, got '0'"),
         (["--rank", "0"], "--rank must be at least 1, got 0"),
+        (["--rank", "12"], "--rank must be a multiple of 8, got 12"),
         (["--layers", "qkv,up"], "--layers must be of qkv, o, gate_up, down, got 'up'"),
         (["--model", "nothing"], "got 'nothing'"),
     ],

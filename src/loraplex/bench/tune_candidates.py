@@ -126,7 +126,8 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     main = "linear" if best.impl == "fused" else "expand"
     widest = batch.num_slots * -(-batch.capacity // 8) * 8
     changes += [(main, {"block_r": r}) for r in BLOCK_RS if r <= max(16, 2 * widest)]
-    changes += [(main, {"lora_stages": stages}) for stages in LORA_STAGES]
+    if main == "linear":
+        changes += [(main, {"lora_stages": stages}) for stages in LORA_STAGES]
     if main == "linear" and size_class(batch.m) == "large":
         changes += [(main, {"group_m": group}) for group in GROUP_MS]
     found = [best.changed(kernel, config) for kernel, config in changes]
@@ -167,8 +168,9 @@ def _tiles(
                 tiles * split > MOST_WAVES * multiprocessors or block_k * split > batch.layer.k
             ):
                 continue
-            # the copy engine pays where a tile is read by few, large programs
-            for has_descriptor in (0, 1) if has_copy_engine and kind == "large" else (0,):
+            # the copy engine pays where few, large programs read a tile along all of K
+            may_copy = has_copy_engine and kind == "large" and split == 1
+            for has_descriptor in (0, 1) if may_copy else (0,):
                 yield {
                     "block_m": block_m, "block_n": block_n, "block_k": block_k,
                     "block_r": block_r, "split_k": split, "is_swapped": is_swapped,

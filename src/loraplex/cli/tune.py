@@ -99,6 +99,9 @@ def make_batches(args: argparse.Namespace, *, has_gpu: bool) -> list[Batch]:
     for name in ("adapters", "rank"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.rank % 8:
+        # ranks are stored in multiples of eight, and rules are for pools that do so
+        raise ValueError(f"--rank must be a multiple of 8, got {args.rank}")
     model = find_model(args.model, args.tp)
     sizes = parse_sizes("--m", args.m) if args.m else SIZES
     layers = model.layers
