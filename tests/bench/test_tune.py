@@ -270,6 +270,20 @@ def test_rehearsal_measures_both_ways_and_resumes(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.interpreter
+def test_what_fails_in_a_worker_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here workers fail, since there is no GPU that they could compile on."""
+    batch = Batch(TINY, 3, 2, 8, torch.float16)
+    journal = Journal(None, {}, resume=False)
+    monkeypatch.setattr(tune_module, "_measure", None)
+    search = Search(1, False, 1, is_rehearsal=True)
+    (found,) = tune([batch], torch.device("cpu"), journal, search, progress=no_progress)
+    assert (found.best, found.add, found.failed, found.wrong) == (None, None, 2, 0)
+    ((why, count),) = journal.reasons()
+    assert count == 2
+    assert why.startswith("failed: ")
+
+
+@pytest.mark.interpreter
 def test_wrong_candidate_has_no_time() -> None:
     batch = Batch(TINY, 3, 2, 8, torch.float16)
     sets = make_sets(batch, torch.device("cpu"))

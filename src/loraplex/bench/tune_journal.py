@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,6 +60,10 @@ class Journal:
         """Everything about one batch, the fastest first, what has no time last."""
         own = [result for (name, _), result in self._results.items() if name == batch]
         return sorted(own, key=lambda r: float("inf") if r.ms is None else r.ms)
+
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why candidates have no time, and how many for each reason, the most frequent first."""
+        return Counter(r.why for r in self._results.values() if r.why).most_common()
 
     def _read(self, path: Path, identity: Mapping[str, str]) -> None:
         text = path.read_text()

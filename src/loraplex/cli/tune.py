@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ NO_GPU = (
     "results; its times mean nothing, and it writes a table only where --out says."
 )
 
+MOST_REASONS = 5
 REHEARSED = "rehearsed in Triton's interpreter, without a time that means anything"
 
 
@@ -68,12 +69,17 @@ def run(args: argparse.Namespace) -> int:
     header = make_header()
     arch = env.gpu_arch(torch.cuda.current_device()) if has_gpu else "cpu"
     started = time.monotonic()
-    winners = _tune(batches, args, header, arch, folder, has_gpu=has_gpu)
+    journal = open_journal(folder, header, arch, resume=args.resume)
+    winners = _tune(batches, args.workers, arch, journal, has_gpu=has_gpu)
     if has_gpu:
         print_winners(winners)
     else:
         right = sum(winner.best is not None for winner in winners)
         print(f"\n{right} of {len(winners)} layers have a right candidate")
+    # a wrong result is a fault of ours, one that does not compile or fit is not
+    reasons = sorted(journal.reasons(), key=lambda reason: not reason[0].startswith("wrong"))
+    for why, count in reasons[:MOST_REASONS]:
+        print(f"{count} without a time, {why}")
     minutes = (time.monotonic() - started) / 60
     print(f"\n{header['device']}, {arch}: {minutes:.1f} minutes")
     if folder is not None:
@@ -138,32 +144,36 @@ def parse_sizes(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in text.split(",")}))
 
 
-def _tune(
-    batches: Sequence[Batch],
-    args: argparse.Namespace,
-    header: dict[str, str],
-    arch: str,
-    folder: Path | None,
-    *,
-    has_gpu: bool,
-) -> list[Winner]:
+def open_journal(
+    folder: Path | None, header: Mapping[str, str], arch: str, *, resume: bool
+) -> Journal:
+    """The journal beside the table; in memory where no table is written.
+
+    Raises:
+        LoraplexError: ``resume``, but what is there was measured on something else.
+    """
     keys = ("device", "torch", "triton", "loraplex", "commit")
     identity = {"arch": arch, **{key: header[key] for key in keys}}
     path = folder / f"{arch}.journal.jsonl" if folder is not None else None
-    journal = Journal(path, identity, resume=args.resume)
+    return Journal(path, identity, resume=resume)
+
+
+def _tune(
+    batches: Sequence[Batch], workers: int | None, arch: str, journal: Journal, *, has_gpu: bool
+) -> list[Winner]:
     if has_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
         search = Search(
             env.num_multiprocessors(torch.cuda.current_device()),
             arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
-            default_workers(device) if args.workers is None else args.workers,
+            default_workers(device) if workers is None else workers,
         )
     else:
         device, search = torch.device("cpu"), Search(132, False, 0, is_rehearsal=True)
     try:
         return tune(batches, device, journal, search, progress=progress, say=print)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was measured is in {path}: go on with --resume")
+        print(f"\nstopped; what was measured is in {journal.path}: go on with --resume")
         raise
 
 
