@@ -93,7 +93,8 @@ def peers(path: Path = PEERS) -> str:
         cases.setdefault(row["case"], {})[row["provider"]] = row
     header = content["header"]
     lines = [
-        "| case | floor | base GEMM | `lora_linear` | `F.linear` + `add_lora_` | SGLang triton_v2 |",
+        "| case | floor | base GEMM | `lora_linear` | `F.linear` + `add_lora_` "
+        "| SGLang triton_v2 |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for case, rows in cases.items():
