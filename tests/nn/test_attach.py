@@ -392,3 +392,27 @@ def test_threads_route_their_own_batches(attached: Any) -> None:
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(len(mixes))] == expected
+
+
+def test_the_body_refuses_adapter_names(llama: Any, prompts: Any) -> None:
+    model = lp.attach(llama)
+    with pytest.raises(TypeError, match="adapter_names must be given to the attached"):
+        model.model(**prompts, adapter_names=[None] * 3)
+    body = lp.detach(model).model
+    assert not body._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"impl": "foo"}, ValueError, "impl must be one of .*'foo'"),
+        ({"exclude": "lm_head"}, TypeError, "exclude must be a sequence of names"),
+    ],
+)
+def test_options_are_checked_before_anything_changes(
+    options: dict[str, Any], error: type[Exception], said: str, llama: Any
+) -> None:
+    kind = type(llama)
+    with pytest.raises(error, match=said):
+        lp.attach(llama, **options)
+    assert type(llama) is kind

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from torch.utils.hooks import RemovableHandle
+
 from loraplex.errors import LoraplexError
 from loraplex.nn.attachment import Attachment, replace_module
 from loraplex.nn.layers import find_layers, oriented_weight, shape_of
 from loraplex.nn.library import import_transformers
 from loraplex.nn.linear import LoraLinear
 from loraplex.nn.model import AttachedModel, attached_class
+from loraplex.ops.impls import names
 from loraplex.pool import AdapterPool
 
 
@@ -59,6 +62,11 @@ def attach(
         The owl lives in a hollow tree.
     """
     _check_model(model)
+    if impl not in names("lora_linear"):
+        known = ", ".join(names("lora_linear"))
+        raise ValueError(f"impl must be one of {known}, got {impl!r}")
+    if isinstance(exclude, str):
+        raise TypeError(f"exclude must be a sequence of names, got the str {exclude!r}")
     layers = find_layers(model, exclude)
     first = next(iter(layers.values())).weight
     text_config = model.config.get_text_config()
@@ -83,6 +91,7 @@ def attach(
     # From here on nothing can fail.
     for name, layer in wrapped.items():
         replace_module(model, name, layer)
+    attachment.guard = _guard_body(model)
     model.__class__ = kind
     model._loraplex = attachment
     return cast(AttachedModel, model)
@@ -108,10 +117,29 @@ def detach(model: AttachedModel) -> Any:
     if attachment.steps.current is not None:
         raise LoraplexError("the model is generating; detach it after")
     attachment.restore_modules()
+    if attachment.guard is not None:
+        attachment.guard.remove()
     del model._loraplex
     model.__class__ = attachment.base_class
     attachment.pool.close()
     return model
+
+
+def _guard_body(model: Any) -> RemovableHandle | None:
+    """Make the body refuse ``adapter_names``, which it would pass over: only the model has them."""
+    body = model.base_model
+    if body is model:
+        return None
+
+    def refuse(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if "adapter_names" in kwargs:
+            raise TypeError(
+                f"adapter_names must be given to the attached {type(model).__name__}, "
+                f"got it in a call of its {type(module).__name__}"
+            )
+
+    handle: RemovableHandle = body.register_forward_pre_hook(refuse, with_kwargs=True)
+    return handle
 
 
 def _check_model(model: Any) -> None:

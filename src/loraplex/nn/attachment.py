@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from loraplex.adapters import Adapter, check_base_copies, load_adapter, match
 from loraplex.errors import UnknownAdapterError
@@ -34,6 +35,7 @@ class Attachment:
         self.base_class: type[nn.Module] = type(model)
         self.layers = dict(layers)
         self.steps = StepHolder()
+        self.guard: RemovableHandle | None = None
         self._model = model
         self._device = next(iter(layers.values())).weight.device
         self._finder = PartFinder(model, self.layers, pool.max_rank)

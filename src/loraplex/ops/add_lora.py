@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from loraplex.checks import check_disjoint, check_no_overlap, check_same, check_shape, check_tensor
+from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
@@ -72,11 +73,18 @@ def add_lora_(
         check_disjoint("y", y, "x", x)
         if bias is not None:
             check_disjoint("y", y, "bias", bias)
-    torch.ops.loraplex.add_lora_(
-        y, x, bias, table.entries, table.storages, routing.indices, routing.places, routing.plan,
-        table.slices, layout_of(table), impl,
-    )  # fmt: skip
-    return y
+        # the pools of a dense table; an arena's tables have many storages, and hand none out
+        for storage in table.storages[:4]:
+            check_disjoint("y", y, "the table's tensors", storage)
+
+    def run() -> Tensor:
+        torch.ops.loraplex.add_lora_(
+            y, x, bias, table.entries, table.storages, routing.indices, routing.places,
+            routing.plan, table.slices, layout_of(table), impl,
+        )  # fmt: skip
+        return y
+
+    return without_backward("add_lora_", run, y, x, bias)
 
 
 def _add_lora_(

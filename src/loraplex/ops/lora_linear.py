@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraplex.checks import check_same, check_shape, check_tensor
+from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import has_dependent_launch, precision_of, resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
@@ -68,11 +69,15 @@ def lora_linear(
     check_shape("weight", check_tensor("weight", weight), [table.out_features, x.shape[1]])
     check_same("weight", weight, "x", x)
     check_bias(bias, x, table.out_features)
-    y: Tensor = torch.ops.loraplex.lora_linear(
-        x, weight, bias, table.entries, table.storages, routing.indices, routing.places,
-        routing.plan, table.slices, layout_of(table), impl,
-    )  # fmt: skip
-    return y
+
+    def run() -> Tensor:
+        y: Tensor = torch.ops.loraplex.lora_linear(
+            x, weight, bias, table.entries, table.storages, routing.indices, routing.places,
+            routing.plan, table.slices, layout_of(table), impl,
+        )  # fmt: skip
+        return y
+
+    return without_backward("lora_linear", run, x, weight, bias)
 
 
 def _lora_linear(

@@ -13,6 +13,7 @@ from loraplex.checks import (
     check_tensor,
     dtype_name,
 )
+from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of, resolve
 from loraplex.ops.library import register
 from loraplex.reference import matmul as reference
@@ -38,8 +39,12 @@ def matmul(x: Tensor, c: Tensor, impl: str = "auto") -> Tensor:
         [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
     """
     _check_product(x, c, "c")
-    w: Tensor = torch.ops.loraplex.matmul(x, c, impl)
-    return w
+
+    def run() -> Tensor:
+        w: Tensor = torch.ops.loraplex.matmul(x, c, impl)
+        return w
+
+    return without_backward("matmul", run, x, c)
 
 
 def fused_matmul_expand(x: Tensor, c: Tensor, y: Tensor, b: Tensor, impl: str = "auto") -> Tensor:
@@ -67,8 +72,12 @@ def fused_matmul_expand(x: Tensor, c: Tensor, y: Tensor, b: Tensor, impl: str = 
     check_same("y", y, "x", x)
     check_shape("b", check_tensor("b", b), [y.shape[1], c.shape[1]])
     check_same("b", b, "x", x)
-    o: Tensor = torch.ops.loraplex.fused_matmul_expand(x, c, y, b, impl)
-    return o
+
+    def run() -> Tensor:
+        o: Tensor = torch.ops.loraplex.fused_matmul_expand(x, c, y, b, impl)
+        return o
+
+    return without_backward("fused_matmul_expand", run, x, c, y, b)
 
 
 def _check_product(x: Tensor, c: Tensor, name: str) -> None:

@@ -15,6 +15,7 @@ from loraplex.checks import (
     check_tensor,
     number_tensor,
 )
+from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import resolve
 from loraplex.ops.library import register
 from loraplex.ops.routed import Layout, Routed, check_routed, layout_of, problem_of, run_expand
@@ -65,11 +66,15 @@ def multi_lora(
     check_same("b_pool", b_pool, "a_pool", a_pool)
     check_shape("b_pool", b_pool, ["L", "N", "R_max"])
     widths = check_slices(slices, b_pool.shape[1])
-    d: Tensor = torch.ops.loraplex.multi_lora(
-        x, a_pool, b_pool, index_tensor(indices), number_tensor("scaling", scaling),
-        number_tensor("ranks", ranks), widths, impl,
-    )  # fmt: skip
-    return d
+
+    def run() -> Tensor:
+        d: Tensor = torch.ops.loraplex.multi_lora(
+            x, a_pool, b_pool, index_tensor(indices), number_tensor("scaling", scaling),
+            number_tensor("ranks", ranks), widths, impl,
+        )  # fmt: skip
+        return d
+
+    return without_backward("multi_lora", run, x, a_pool, b_pool)
 
 
 def _multi_lora(
