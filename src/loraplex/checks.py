@@ -203,9 +203,6 @@ def check_per_slot(
     if given.device.type != "cpu":
         check_device(name, given, "a_pool", device)
         return None, given.to(dtype)
-    if dtype.is_floating_point:
-        for slot, value in enumerate(given.tolist()):
-            check_number(f"{name}[{slot}]", value)
     numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
     return numbers, given.to(device=device, dtype=dtype)
 
