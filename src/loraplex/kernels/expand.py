@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex.kernels.tile import (
@@ -93,31 +94,31 @@ def expand_kernel(
 
 
 def launch_expand(
-    y,
-    bias,
-    entries,
-    stride_br,
-    v,
-    groups,
-    indices,
-    places,
-    plan,
+    y: Tensor,
+    bias: Tensor | None,
+    entries: Tensor,
+    stride_br: int,
+    v: Tensor,
+    groups: Tensor,
+    indices: Tensor,
+    places: Tensor,
+    plan: Tensor,
     *,
-    slices,
-    rank_multiple,
-    has_column_scale,
-    has_adapter_bias,
-    tile_m,
-    num_places,
-    precision,
-    is_dependent,
-    block_m,
-    block_n,
-    block_r,
-    lora_stages,
-    num_warps,
-    num_stages,
-):
+    slices: tuple[int, ...],
+    rank_multiple: int,
+    has_column_scale: bool,
+    has_adapter_bias: bool,
+    tile_m: int,
+    num_places: int,
+    precision: str,
+    is_dependent: bool,
+    block_m: int,
+    block_n: int,
+    block_r: int,
+    lora_stages: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
     """Add the adapters' part to ``y`` [M, N] in place; ``bias`` or None is what y holds already."""
     num_tokens = y.shape[0]
     column_blocks = sum(-(-width // block_n) for width in slices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -211,40 +212,40 @@ def lora_linear_kernel(
 
 
 def launch_lora_linear(
-    x,
-    weight,
-    bias,
-    y,
-    entries,
-    stride_br,
-    v,
-    groups,
-    indices,
-    places,
-    plan,
-    planes,
-    arrivals,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    entries: Tensor,
+    stride_br: int,
+    v: Tensor,
+    groups: Tensor,
+    indices: Tensor,
+    places: Tensor,
+    plan: Tensor,
+    planes: Tensor,
+    arrivals: Tensor,
     *,
-    slices,
-    rank_multiple,
-    has_column_scale,
-    has_adapter_bias,
-    tile_m,
-    num_places,
-    precision,
-    is_dependent,
-    split_k,
-    block_m,
-    block_n,
-    block_k,
-    block_r,
-    group_m,
-    lora_stages,
-    is_swapped,
-    has_descriptor,
-    num_warps,
-    num_stages,
-):
+    slices: tuple[int, ...],
+    rank_multiple: int,
+    has_column_scale: bool,
+    has_adapter_bias: bool,
+    tile_m: int,
+    num_places: int,
+    precision: str,
+    is_dependent: bool,
+    split_k: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    block_r: int,
+    group_m: int,
+    lora_stages: int,
+    is_swapped: bool,
+    has_descriptor: bool,
+    num_warps: int,
+    num_stages: int,
+) -> None:
     """Write ``y`` [M, N]; ``v`` and ``groups`` are what :func:`launch_shrink` filled."""
     num_tokens, in_features = x.shape
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)

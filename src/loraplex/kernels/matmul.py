@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from loraplex.kernels.tile import add_product
 
@@ -73,12 +74,25 @@ def matmul_kernel(
 
 
 def launch_matmul(
-    x, c, y, b, o, *, precision, block_m, block_n, block_k, block_r, group_m, num_warps, num_stages
-):
+    x: Tensor,
+    c: Tensor,
+    y: Tensor | None,
+    b: Tensor | None,
+    o: Tensor,
+    *,
+    precision: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    block_r: int,
+    group_m: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
     """Write ``o`` = x c (+ y b unless both are None)."""
     m, k = x.shape
     n = c.shape[1]
-    second, third = (x, c) if y is None else (y, b)
+    second, third = (x, c) if y is None or b is None else (y, b)
     matmul_kernel[(-(-m // block_m) * -(-n // block_n),)](
         x, x.stride(0), x.stride(1),
         c, c.stride(0), c.stride(1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from loraplex.kernels.tile import ENTRY_FIELDS, locate_slice
 
@@ -70,8 +71,19 @@ def one_launch_kernel(
 
 
 def launch_one_launch(
-    x, entries, stride_ak, stride_br, indices, d, *, slices, block_n, block_k, block_r, num_warps
-):
+    x: Tensor,
+    entries: Tensor,
+    stride_ak: int,
+    stride_br: int,
+    indices: Tensor,
+    d: Tensor,
+    *,
+    slices: tuple[int, ...],
+    block_n: int,
+    block_k: int,
+    block_r: int,
+    num_warps: int,
+) -> None:
     """Write the delta ``d`` [M, N]."""
     num_tokens, in_features = x.shape
     column_blocks = sum(-(-width // block_n) for width in slices)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -67,7 +68,16 @@ def routing_kernel(
     tl.store(base + 1, tl.sum(pieces, axis=0))
 
 
-def launch_routing(source, indices, places, plan, num_adapters, *, tile_m, item_m):
+def launch_routing(
+    source: Tensor,
+    indices: Tensor,
+    places: Tensor,
+    plan: Tensor,
+    num_adapters: int,
+    *,
+    tile_m: int,
+    item_m: int,
+) -> None:
     """Fill the routing buffers of ``source.shape[0]`` rows; tiles past them keep what they had."""
     num_tokens = source.shape[0]
     routing_kernel[(-(-num_tokens // tile_m),)](

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex.kernels.tile import ENTRY_FIELDS, GROUP_FIELDS, add_product
@@ -202,30 +203,30 @@ def shrink_kernel(
 
 
 def launch_shrink(
-    x,
-    entries,
-    stride_ak,
-    stride_br,
-    plan,
-    v,
-    groups,
-    arrivals,
+    x: Tensor,
+    entries: Tensor,
+    stride_ak: int,
+    stride_br: int,
+    plan: Tensor,
+    v: Tensor,
+    groups: Tensor,
+    arrivals: Tensor,
     *,
-    tile_m,
-    item_m,
-    num_items,
-    num_places,
-    max_rank,
-    rank_multiple,
-    fill,
-    precision,
-    is_dependent,
-    block_r,
-    block_k,
-    lanes,
-    num_warps,
-    num_stages,
-):
+    tile_m: int,
+    item_m: int,
+    num_items: int,
+    num_places: int,
+    max_rank: int,
+    rank_multiple: int,
+    fill: int,
+    precision: str,
+    is_dependent: bool,
+    block_r: int,
+    block_k: int,
+    lanes: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
     """Fill ``v`` [SPLIT_K, M, S, R] and ``groups`` [T, S, G, 4]; zero ``arrivals``."""
     num_tokens, in_features = x.shape
     rank_blocks = -(-max_rank // block_r)
