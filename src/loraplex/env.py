@@ -6,6 +6,7 @@
 | ``LORAPLEX_DEBUG=1`` | check the range of routing indices on the GPU too (synchronises) |
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
 | ``LORAPLEX_COMMIT`` | commit named in result files where git cannot tell it |
+| ``SGLANG_PLUGINS``, ``VLLM_PLUGINS`` | read for ``loraplex env``: plugins that an engine may load |
 
 Unset, ``LORAPLEX_TUNING_DIR`` is ``loraplex/tuning`` under ``XDG_DATA_HOME`` or ``~/.local/share``,
 where ``loraplex tune`` writes; set to nothing, there is no such folder.
@@ -58,6 +59,12 @@ def tuning_dir() -> Path | None:
 def commit() -> str:
     """The commit that whoever copied this tree says it is, or an empty string."""
     return os.environ.get("LORAPLEX_COMMIT", "")
+
+
+def plugin_names(variable: str) -> list[str] | None:
+    """The names in a serving engine's list of allowed plugins; None if the variable is not set."""
+    value = os.environ.get(variable)
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
 @functools.cache
