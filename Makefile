@@ -55,6 +55,10 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: peft-matrix
+peft-matrix: $(STAMP)  ## the tests against peft, with every version from 0.18 on (fetches them)
+	PYTHON=$(BIN)/python tools/peft_matrix.sh $(ARGS)
+
 .PHONY: check
 check: lint types test  ## lint, types and tests: what CI runs
 

@@ -202,7 +202,7 @@ def test_two_names_of_one_tensor(tiny: Any) -> None:
 
 
 def test_old_peft_wrote_the_bias_without_base_layer(tiny: Any) -> None:
-    trained = tiny.train("qwen2", bias="lora_only", with_logits=False)
+    trained = tiny.train("qwen2", bias="all", with_logits=False)
     expected = load_adapter(trained.path).modules[Q].bias
     trained.rename("base_layer.bias", "bias")
     found = load_adapter(trained.path).modules[Q].bias

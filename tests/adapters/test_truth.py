@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from loraplex.adapters import load_adapter, match
 from loraplex.errors import UnsupportedAdapterError
@@ -15,6 +16,9 @@ from loraplex.errors import UnsupportedAdapterError
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.hf
+
+# tools/peft_matrix.sh runs these tests with the oldest supported peft and those in between.
+PEFT = Version(peft.__version__)
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GPT2 = ["c_attn", "c_proj", "c_fc"]
@@ -28,10 +32,16 @@ class Variant:
     config: dict[str, Any]
     model: str = "llama"
     features: set[str] = field(default_factory=set)
+    since: str = "0.18"  # the first peft that can build it
 
 
-def variant(name: str, model: str = "llama", features: str = "", **config: Any) -> Variant:
-    return Variant(name, config, model, set(features.split()))
+def variant(
+    name: str, model: str = "llama", features: str = "", since: str = "0.18", **config: Any
+) -> Variant:
+    found = set(features.split())
+    if config.get("bias") == "lora_only" and Version("0.21") > PEFT:
+        found.remove("bias")  # peft forgot to save it
+    return Variant(name, config, model, found, since)
 
 
 VARIANTS = [
@@ -49,7 +59,7 @@ VARIANTS = [
     variant("fractional-alpha", lora_alpha=0.3, target_modules=ALL),
     variant("L07-layers-to-transform", target_modules=["q_proj"], layers_to_transform=[0],
             layers_pattern="layers"),
-    variant("L07-bare-base", "llama-bare", target_modules=["q_proj"], layers_to_transform=[0],
+    variant("L07-bare-base", "llama-bare", since="0.21", target_modules=["q_proj"], layers_to_transform=[0],
             layers_pattern="layers"),
     variant("L08-regex-targets", target_modules=r".*layers\.[02]\.self_attn\.(q|v)_proj"),
     variant("all-linear", target_modules="all-linear"),
@@ -100,6 +110,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_logits_equal_peft(case: Variant, tiny: Any) -> None:
+    if Version(case.since) > PEFT:
+        pytest.skip(f"peft {PEFT} cannot build it")
     trained = tiny.train(case.model, **case.config)
     adapter = load_adapter(trained.path)
     assert adapter.features == case.features
@@ -182,10 +194,14 @@ def test_expert_stacks_equal_peft(config: dict[str, Any], tiny: Any) -> None:
         stack = matching.parameters[name]
         experts = [stack.expert(e) for e in range(4)]
         delta = torch.stack([stack.scaling * b @ a for a, b in experts])
+        if Version("0.19.1") > PEFT:  # takes every stack for [experts, in, out]
+            delta = delta.transpose(1, 2)
         torch.testing.assert_close(delta, wrapper.get_delta_weight("default"))
 
 
 def test_mica_is_plain_lora(tiny: Any) -> None:
+    if Version("0.20") > PEFT:
+        pytest.skip(f"peft {PEFT} has no MiCA")
     trained = tiny.train("llama-fp32", init_lora_weights="mica", with_logits=False)
     for name, module in load_adapter(trained.path).modules.items():
         expected = trained.peft_model.base_model.model.get_submodule(name)
@@ -248,6 +264,6 @@ def test_pissa_is_refused_and_its_conversion_loads(tiny: Any) -> None:
     assert adapter.max_rank == 8
     double = copy.deepcopy(base).double()
     served = tiny.serve(double, match(adapter, tiny.layers(double)))
-    assert (served - tiny.output(double)).abs().max() > 1e-2
+    assert (served - tiny.output(double)).abs().max() > 1e-3
     # peft takes the weights apart and puts them together again in float32.
     torch.testing.assert_close(served.float(), expected, rtol=1e-4, atol=1e-4)

@@ -95,7 +95,9 @@ class ParameterLora:
     """LoRA of a stack of expert weights (PEFT's ``target_parameters``).
 
     Semantics: expert e gets ``scaling * B_e @ A_e`` with ``A_e = a[e * rank : (e + 1) * rank]``
-    and ``B_e = b[:, e::num_experts]``; it is transposed when the model keeps ``[E, in, out]``.
+    and ``B_e = b[:, e::num_experts]``; it is transposed when the model's parameter has the shape
+    ``[E, in_features, out_features]``. That depends on the model, and on the peft that wrote the
+    file: before 0.19.1 it took every stack for one with the inputs first.
     """
 
     name: str  # full parameter name, e.g. "model.layers.0.mlp.experts.gate_up_proj"
