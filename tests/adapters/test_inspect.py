@@ -140,6 +140,30 @@ def test_lenient_lists_what_it_ignores(tiny: Any, capsys: pytest.CaptureFixture[
     assert as_json(capsys)[0]["ignored"] == ["extra.thing"]
 
 
+def test_demo_is_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The name that ``generate`` takes."""
+    from loraplex.demo import demo_adapters
+
+    assert inspect("--json", *demo_adapters().values(), "--model", "demo") == 0
+    reports = as_json(capsys)
+    assert len(reports) == 7
+    assert all(report["fits"] is True and not report["notes"] for report in reports)
+
+
+@pytest.mark.parametrize("kind", ["alora", "target_parameters"])
+def test_what_attach_does_not_carry_is_said(
+    kind: str, tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config: dict[str, Any] = {"alora_invocation_tokens": [4, 2], "task_type": "CAUSAL_LM"}
+    if kind == "target_parameters":
+        config = {"target_parameters": ["down_proj"], "target_modules": []}
+    path = tiny.train("mixtral", with_logits=False, **config).path
+    assert inspect("--json", path) == 0
+    (report,) = as_json(capsys)
+    assert report["features"] == [kind]
+    assert report["notes"][0].startswith(f"attach cannot serve it: not supported here: {kind} (")
+
+
 def test_wrong_model_folder(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
     trained = tiny.train(with_logits=False)
     assert inspect(trained.path, "--model", trained.path) == 2
@@ -147,3 +171,29 @@ def test_wrong_model_folder(tiny: Any, capsys: pytest.CaptureFixture[str]) -> No
     (trained.path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert inspect(trained.path, "--model", trained.path) == 2
     assert "no-such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "large"},
+        {"num_hidden_layers": None},
+        {"vocab_size": -1},
+        {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+         "model_type": "own"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_a_model_that_cannot_be_built_is_one_line(
+    changes: dict[str, Any], tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model("llama", tiny)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    (folder / "code.py").write_text("raise SystemExit('code of the model ran')")
+    assert inspect(tiny.train(with_logits=False).path, "--model", folder) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"loraplex inspect: --model {folder}: ")
+    assert printed.err.count("\n") == 1
+    assert not printed.out

@@ -167,6 +167,29 @@ def test_the_file_of_the_requests_is_never_overwritten(
     assert requests.read_text() == '{"prompt": "a"}\n'
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [("missing/out.jsonl", "must be in a folder that exists"), (".", "must be a file, got the")],
+)
+def test_where_nothing_can_be_written_is_refused_before_the_model_is_loaded(
+    out: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loraplex.cli.generate._load", None)  # calling it would be a TypeError
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "a"}\n')
+    path = str(tmp_path / out)
+    argv = ["generate", "--model", "demo", "--requests", str(requests), "--out", path]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert f"--out {said}" in error
+    assert path in error
+    assert sorted(tmp_path.iterdir()) == [requests]
+
+
 def test_a_generator_refuses_more_than_it_was_made_for() -> None:
     from loraplex.demo import load_demo_model
 

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     lines = _read_lines(args.requests)
     if "-" not in (args.out, args.requests) and _is_same_file(args.out, args.requests):
         raise ValueError(f"--out must not be the file of the requests, got {args.out!r} for both")
+    _check_out(args.out)
     generator = _load(args, adapters)
     with _writable(args.out) as out:
         tally = _answer(generator, lines, out, args)
@@ -223,6 +224,16 @@ def _read_lines(path: str) -> list[tuple[int, bytes]]:
 
 def _is_same_file(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
+
+
+def _check_out(path: str) -> None:
+    """Refuse what cannot be written to before the model is loaded; nothing is created yet."""
+    if path == "-":
+        return
+    if Path(path).is_dir():
+        raise ValueError(f"--out must be a file, got the folder {path!r}")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"--out must be in a folder that exists, got {path!r}")
 
 
 @contextlib.contextmanager

@@ -22,8 +22,10 @@ from loraplex.adapters import (
     match,
     shape_in_model,
 )
+from loraplex.cli.generate import DEMO
 from loraplex.cli.render import Column, print_table
-from loraplex.errors import AdapterError
+from loraplex.errors import AdapterError, UnsupportedAdapterError
+from loraplex.nn.attachment import FEATURES
 
 COLUMNS = (
     Column("adapter"),
@@ -85,7 +87,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("folders", nargs="+", metavar="DIR", help="a PEFT adapter folder")
     parser.add_argument(
-        "--model", metavar="DIR", help="model folder; only its config.json is read (extra: hf)"
+        "--model",
+        metavar="DIR",
+        help="model folder, or 'demo' for the embedded model; only its config.json is read "
+        "(extra: hf)",
     )
     parser.add_argument(
         "--lenient", action="store_true", help="ignore tensors and parts that match nothing"
@@ -115,10 +120,20 @@ def inspect_folder(path: str, model: ModelShapes | None, *, strict: bool = True)
             report.error = str(error)
         else:
             _describe(report, adapter)
+            _note_unserved(report, adapter)
             if model is not None:
                 _fit(report, adapter, model, strict=strict)
-    report.notes = list(dict.fromkeys(str(warning.message) for warning in caught))
+    report.notes += dict.fromkeys(str(warning.message) for warning in caught)
     return report
+
+
+def _note_unserved(report: Report, adapter: Adapter) -> None:
+    """An adapter may be valid, and fit, and still be none that an attached model carries."""
+    try:
+        adapter.require(FEATURES)
+    except UnsupportedAdapterError as error:
+        said = str(error).removeprefix(f"{adapter.path}: ")
+        report.notes.append(f"attach cannot serve it: {said}")
 
 
 def _describe(report: Report, adapter: Adapter) -> None:
@@ -159,12 +174,22 @@ def _fit(report: Report, adapter: Adapter, model: ModelShapes, *, strict: bool) 
 def read_model(path: str) -> ModelShapes:
     """Layers and parameter shapes of a model folder, built without weights.
 
+    Args:
+        path: the folder, or ``"demo"`` for the embedded model, as for ``generate``.
+
     Raises:
         ImportError: transformers is not installed.
         ValueError: no config.json, or one that transformers cannot build a model from.
     """
+    if path == DEMO:
+        from loraplex.demo import NAME, demo_folder
+
+        path = str(demo_folder() / NAME)
     if not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(f"--model must be a folder with a config.json, got {path!r}")
+        raise ValueError(
+            f"--model must be a folder with a config.json, or {DEMO!r} for the embedded model, "
+            f"got {path!r}"
+        )
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -172,15 +197,16 @@ def read_model(path: str) -> ModelShapes:
     import torch
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"--model {path}: {error}") from error
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever transformers' own code runs into
+        raise ValueError(f"--model {path}: {type(error).__name__}: {error}") from error
+    text_config = config.get_text_config()
     layers: dict[str, LayerShape] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            layers[name] = shape_in_model(name, layer.in_features, layer.out_features, config)
+            layers[name] = shape_in_model(name, layer.in_features, layer.out_features, text_config)
         elif type(layer).__name__ == "Conv1D":
             layers[name] = LayerShape.plain(*layer.weight.shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
