@@ -1,4 +1,4 @@
-"""Whether the plugin for a serving engine is there, fits the engine's version, and is switched on."""
+"""Whether a serving engine's plugin is there, fits the engine's version, and is switched on."""
 
 from __future__ import annotations
 
