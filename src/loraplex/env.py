@@ -6,6 +6,7 @@
 | ``LORAPLEX_DEBUG=1`` | check the range of routing indices on the GPU too (synchronises) |
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
 | ``LORAPLEX_COMMIT`` | commit named in result files where git cannot tell it |
+| ``LORAPLEX=1`` | let vLLM's LoRA run on loraplex (:mod:`loraplex.engines.vllm`) |
 | ``SGLANG_PLUGINS``, ``VLLM_PLUGINS`` | read for ``loraplex env``: plugins that an engine may load |
 
 Unset, ``LORAPLEX_TUNING_DIR`` is ``loraplex/tuning`` under ``XDG_DATA_HOME`` or ``~/.local/share``,
@@ -59,6 +60,11 @@ def tuning_dir() -> Path | None:
 def commit() -> str:
     """The commit that whoever copied this tree says it is, or an empty string."""
     return os.environ.get("LORAPLEX_COMMIT", "")
+
+
+def is_plugin_wanted() -> bool:
+    """Whether ``LORAPLEX`` switches the plugin of an engine on that has no option of its own."""
+    return os.environ.get("LORAPLEX", "0").lower() in ("1", "true", "yes", "on")
 
 
 def plugin_names(variable: str) -> list[str] | None:

@@ -1,0 +1,187 @@
+"""Which of an engine's layers run on our kernels, and how they change over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loraplex import env
+from loraplex.engines.vllm.layers import Added, Fused, Watched, combine
+from loraplex.engines.vllm.op import AdoptedLayer
+from loraplex.engines.vllm.slots import LayerSlots
+from loraplex.engines.vllm.step import Step
+from loraplex.engines.vllm.wrapper import OwnPath, Routed
+from loraplex.version import __version__
+
+WRAPPER = "PunicaWrapperGPU"
+# classes of vllm.lora.layers; their variants for fully sharded adapters communicate in between
+LINEAR = (
+    "ReplicatedLinearWithLoRA",
+    "ColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearVariableSliceWithLoRA",
+    "QKVParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithLoRA",
+    "RowParallelLinearWithLoRA",
+)
+# classes of vllm.model_executor.layers.linear; subclasses may have a forward of their own
+BASES = (
+    "ReplicatedLinear",
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+)
+UNQUANTIZED = "UnquantizedLinearMethod"
+WATCHED = ("VocabParallelEmbeddingWithLoRA", "LogitsProcessorWithLoRA")
+
+
+@dataclass
+class Plan:
+    """What will change, decided before anything does.
+
+    Attributes:
+        fronts: by module name, the class that goes in front of the layer's own.
+        own: names of layers on vLLM's own path, with vLLM's metadata for all tokens.
+    """
+
+    fronts: dict[str, type] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)
+
+    def count(self, front: type) -> int:
+        """How many layers get this class."""
+        return sum(one is front for one in self.fronts.values())
+
+
+def why_not(manager: Any, vllm_config: Any, *, is_batch_invariant: bool) -> str:
+    """Why this engine's LoRA stays on vLLM's own path; empty if it need not."""
+    wrappers = list(manager.punica_wrapper_mapping.values())
+    others = {type(w).__name__ for w in wrappers} - {WRAPPER}
+    if others:
+        return f"the LoRA backend here is {', '.join(sorted(others))}, not {WRAPPER}"
+    if is_batch_invariant:
+        return "VLLM_BATCH_INVARIANT is set"
+    dtype, lora_dtype = vllm_config.model_config.dtype, manager.lora_config.lora_dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model's dtype is {dtype}, not bfloat16 or float16"
+    if lora_dtype != dtype:
+        return f"lora_dtype is {lora_dtype}, the model's is {dtype}"
+    if not isinstance(vllm_config.additional_config, dict):
+        return "additional_config is not a dict"
+    return _why_not_here(torch.device(wrappers[0].device))
+
+
+def _why_not_here(device: torch.device) -> str:
+    if not env.has_triton():
+        return "triton is not installed"
+    if device.type != "cuda" or torch.version.hip:
+        return f"the device is {device}, not an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{env.gpu_arch(device.index or 0)} is older than sm_80"
+    return ""
+
+
+def make_plan(manager: Any) -> Plan:
+    """Decide each of the manager's modules by itself."""
+    plan = Plan()
+    for name, layer in manager.modules.items():
+        front = _front_of(layer, manager.lora_config.lora_dtype)
+        if front is None:
+            plan.own.append(name)
+        else:
+            plan.fronts[name] = front
+    return plan
+
+
+def _front_of(layer: Any, dtype: torch.dtype) -> type | None:
+    kind = type(layer).__name__
+    if kind in WATCHED:
+        return Watched
+    base: Any = getattr(layer, "base_layer", None)
+    if kind not in LINEAR or type(base).__name__ not in BASES:
+        return None
+    tensors = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+    if any(t.dtype != dtype or t.ndim != 4 or not t.is_contiguous() for t in tensors):
+        return None
+    if type(base.quant_method).__name__ != UNQUANTIZED:
+        return Added
+    weight = getattr(base, "weight", None)
+    shape = (sum(b.shape[2] for b in layer.lora_b_stacked), layer.lora_a_stacked[0].shape[3])
+    is_plain = weight is not None and weight.dtype == dtype and tuple(weight.shape) == shape
+    return Fused if is_plain else Added
+
+
+def adopt(manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto") -> None:
+    """Change the planned layers and their wrappers over.
+
+    Everything that can fail comes before the first change.
+    """
+    steps = {
+        id(wrapper): Step(
+            wrapper._token_lora_indices.shape[0], manager.lora_slots, wrapper.device, impl
+        )
+        for wrapper in manager.punica_wrapper_mapping.values()
+    }
+    adopted = {
+        name: AdoptedLayer(
+            LayerSlots(manager.modules[name].lora_a_stacked, manager.modules[name].lora_b_stacked),
+            steps[id(manager.modules[name].punica_wrapper)],
+        )
+        for name, front in plan.fronts.items()
+        if front is not Watched
+    }
+    # a graph from a cache that was filled without these layers must not be taken for this one
+    vllm_config.additional_config["loraplex"] = __version__
+    for name, front in plan.fronts.items():
+        layer = manager.modules[name]
+        if front is Watched:
+            _watch(layer, manager)
+        else:
+            _attach(layer, adopted[name])
+        layer.__class__ = combine(front, type(layer))
+    _route(manager, plan, steps)
+
+
+def _attach(layer: Any, adopted: AdoptedLayer) -> None:
+    layer._loraplex, layer._loraplex_handle = adopted, adopted.handle
+    layer._enable_aux_cuda_stream = False
+    # an engine that sleeps keeps the buffers of its model, and the table is one
+    layer.register_buffer("_loraplex_entries", adopted.slots.table.entries, persistent=False)
+
+
+def _watch(layer: Any, manager: Any) -> None:
+    def forget() -> None:
+        # the next step's metadata is built even if its tokens use the same slots as now
+        manager._last_mapping = None
+
+    layer._loraplex_used, layer._loraplex_forget = set(), forget
+
+
+def _route(manager: Any, plan: Plan, steps: dict[int, Step]) -> None:
+    own: dict[int, OwnPath] = {
+        key: OwnPath([layer._loraplex_used for layer in _watched(manager, plan, key)])
+        for key in steps
+    }
+    for name in plan.own:
+        own[id(manager.modules[name].punica_wrapper)].used = None
+    homes: set[int] = set()
+    for name, front in plan.fronts.items():
+        layer = manager.modules[name]
+        key = id(layer.punica_wrapper)
+        if front is not Watched and key not in homes:
+            homes.add(key)
+            for label, tensor in steps[key].buffers().items():
+                layer.register_buffer(f"_loraplex_{label}", tensor, persistent=False)
+    for wrapper in {id(w): w for w in manager.punica_wrapper_mapping.values()}.values():
+        wrapper._loraplex_step, wrapper._loraplex_own = steps[id(wrapper)], own[id(wrapper)]
+        wrapper.__class__ = combine(Routed, type(wrapper))
+
+
+def _watched(manager: Any, plan: Plan, wrapper: int) -> Iterator[Any]:
+    for name, front in plan.fronts.items():
+        layer = manager.modules[name]
+        if front is Watched and id(layer.punica_wrapper) == wrapper:
+            yield layer
