@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from loraplex import env
-from loraplex.engines.vllm.layers import Added, Fused, Watched, combine
+from loraplex.engines.vllm.layers import Maker, added, change_class, fused, watched
 from loraplex.engines.vllm.op import AdoptedLayer
 from loraplex.engines.vllm.slots import LayerSlots
 from loraplex.engines.vllm.step import Step
-from loraplex.engines.vllm.wrapper import OwnPath, Routed
+from loraplex.engines.vllm.wrapper import OwnPath, routed
 from loraplex.version import __version__
 
 WRAPPER = "PunicaWrapperGPU"
@@ -44,16 +44,16 @@ class Plan:
     """What will change, decided before anything does.
 
     Attributes:
-        fronts: by module name, the class that goes in front of the layer's own.
+        makers: by module name, what makes the layer's new class.
         own: names of layers on vLLM's own path, with vLLM's metadata for all tokens.
     """
 
-    fronts: dict[str, type] = field(default_factory=dict)
+    makers: dict[str, Maker] = field(default_factory=dict)
     own: list[str] = field(default_factory=list)
 
-    def count(self, front: type) -> int:
-        """How many layers get this class."""
-        return sum(one is front for one in self.fronts.values())
+    def count(self, maker: Maker) -> int:
+        """How many layers change this way."""
+        return sum(one is maker for one in self.makers.values())
 
 
 def why_not(manager: Any, vllm_config: Any, *, is_batch_invariant: bool) -> str:
@@ -88,18 +88,18 @@ def make_plan(manager: Any) -> Plan:
     """Decide each of the manager's modules by itself."""
     plan = Plan()
     for name, layer in manager.modules.items():
-        front = _front_of(layer, manager.lora_config.lora_dtype)
-        if front is None:
+        maker = _maker_for(layer, manager.lora_config.lora_dtype)
+        if maker is None:
             plan.own.append(name)
         else:
-            plan.fronts[name] = front
+            plan.makers[name] = maker
     return plan
 
 
-def _front_of(layer: Any, dtype: torch.dtype) -> type | None:
+def _maker_for(layer: Any, dtype: torch.dtype) -> Maker | None:
     kind = type(layer).__name__
     if kind in WATCHED:
-        return Watched
+        return watched
     base: Any = getattr(layer, "base_layer", None)
     if kind not in LINEAR or type(base).__name__ not in BASES:
         return None
@@ -107,11 +107,11 @@ def _front_of(layer: Any, dtype: torch.dtype) -> type | None:
     if any(t.dtype != dtype or t.ndim != 4 or not t.is_contiguous() for t in tensors):
         return None
     if type(base.quant_method).__name__ != UNQUANTIZED:
-        return Added
+        return added
     weight = getattr(base, "weight", None)
     shape = (sum(b.shape[2] for b in layer.lora_b_stacked), layer.lora_a_stacked[0].shape[3])
     is_plain = weight is not None and weight.dtype == dtype and tuple(weight.shape) == shape
-    return Fused if is_plain else Added
+    return fused if is_plain else added
 
 
 def adopt(manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto") -> None:
@@ -125,31 +125,38 @@ def adopt(manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto") -> 
         )
         for wrapper in manager.punica_wrapper_mapping.values()
     }
-    adopted = {
+    layers = {
         name: AdoptedLayer(
             LayerSlots(manager.modules[name].lora_a_stacked, manager.modules[name].lora_b_stacked),
             steps[id(manager.modules[name].punica_wrapper)],
         )
-        for name, front in plan.fronts.items()
-        if front is not Watched
+        for name, maker in plan.makers.items()
+        if maker is not watched
     }
+    changed: list[tuple[Any, Any]] = []
+    try:
+        for name, maker in plan.makers.items():
+            layer = manager.modules[name]
+            if maker is watched:
+                _watch(layer, manager)
+            else:
+                _attach(layer, layers[name])
+            changed.append((layer, change_class(layer, maker)))
+        for wrapper, own in _own_paths(manager, plan):
+            wrapper._loraplex_step, wrapper._loraplex_own = steps[id(wrapper)], own
+            changed.append((wrapper, change_class(wrapper, routed)))
+    except BaseException:
+        for one, old in reversed(changed):
+            one.__class__ = old
+        raise
+    _keep_buffers(manager, plan, steps)
     # a graph from a cache that was filled without these layers must not be taken for this one
     vllm_config.additional_config["loraplex"] = __version__
-    for name, front in plan.fronts.items():
-        layer = manager.modules[name]
-        if front is Watched:
-            _watch(layer, manager)
-        else:
-            _attach(layer, adopted[name])
-        layer.__class__ = combine(front, type(layer))
-    _route(manager, plan, steps)
 
 
 def _attach(layer: Any, adopted: AdoptedLayer) -> None:
     layer._loraplex, layer._loraplex_handle = adopted, adopted.handle
     layer._enable_aux_cuda_stream = False
-    # an engine that sleeps keeps the buffers of its model, and the table is one
-    layer.register_buffer("_loraplex_entries", adopted.slots.table.entries, persistent=False)
 
 
 def _watch(layer: Any, manager: Any) -> None:
@@ -160,28 +167,23 @@ def _watch(layer: Any, manager: Any) -> None:
     layer._loraplex_used, layer._loraplex_forget = set(), forget
 
 
-def _route(manager: Any, plan: Plan, steps: dict[int, Step]) -> None:
-    own: dict[int, OwnPath] = {
-        key: OwnPath([layer._loraplex_used for layer in _watched(manager, plan, key)])
-        for key in steps
-    }
-    for name in plan.own:
-        own[id(manager.modules[name].punica_wrapper)].used = None
-    homes: set[int] = set()
-    for name, front in plan.fronts.items():
-        layer = manager.modules[name]
-        key = id(layer.punica_wrapper)
-        if front is not Watched and key not in homes:
-            homes.add(key)
-            for label, tensor in steps[key].buffers().items():
-                layer.register_buffer(f"_loraplex_{label}", tensor, persistent=False)
+def _own_paths(manager: Any, plan: Plan) -> Iterator[tuple[Any, OwnPath]]:
+    """Each wrapper, and what stays on vLLM's own path behind it."""
     for wrapper in {id(w): w for w in manager.punica_wrapper_mapping.values()}.values():
-        wrapper._loraplex_step, wrapper._loraplex_own = steps[id(wrapper)], own[id(wrapper)]
-        wrapper.__class__ = combine(Routed, type(wrapper))
+        behind = {n: m for n, m in manager.modules.items() if m.punica_wrapper is wrapper}
+        used = [m._loraplex_used for n, m in behind.items() if plan.makers.get(n) is watched]
+        yield wrapper, OwnPath(None if set(plan.own) & behind.keys() else used)
 
 
-def _watched(manager: Any, plan: Plan, wrapper: int) -> Iterator[Any]:
-    for name, front in plan.fronts.items():
+def _keep_buffers(manager: Any, plan: Plan, steps: dict[int, Step]) -> None:
+    """Make what kernels read part of the model: an engine that sleeps keeps its model's buffers."""
+    homeless = dict(steps)
+    for name, maker in plan.makers.items():
         layer = manager.modules[name]
-        if front is Watched and id(layer.punica_wrapper) == wrapper:
-            yield layer
+        if maker is watched:
+            continue
+        buffers = {"entries": layer._loraplex.slots.table.entries}
+        step = homeless.pop(id(layer.punica_wrapper), None)
+        buffers.update(step.buffers() if step else {})
+        for label, tensor in buffers.items():
+            layer.register_buffer(f"_loraplex_{label}", tensor, persistent=False)

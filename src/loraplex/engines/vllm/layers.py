@@ -1,7 +1,7 @@
-"""What an adopted layer does differently: classes that go in front of vLLM's own.
+"""What an adopted layer does differently: subclasses of vLLM's own.
 
-A layer is adopted by giving the object a class of the same name made of one of these and its old
-class, so vLLM's classes stay as they are, and each layer is decided by itself.
+A layer is adopted by giving the object a subclass of its class, made here, so vLLM's classes stay
+as they are, and each layer is decided by itself.
 """
 
 from __future__ import annotations
@@ -14,78 +14,91 @@ from torch import Tensor
 
 from loraplex.engines.vllm.op import AdoptedLayer
 
-# what vLLM's class behind it in the method order is to mypy
-Base: Any = object
+Maker = Callable[[Any], Any]
 
 
-class HasSlots(Base):  # type: ignore[misc]
+def with_slots(own: Any) -> Any:
     """A linear layer whose table follows what vLLM copies into its slots."""
 
-    _loraplex: AdoptedLayer
-    _loraplex_handle: Tensor
+    class HasSlots(own):  # type: ignore[misc]
+        _loraplex: AdoptedLayer
+        _loraplex_handle: Tensor
 
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """Copy an adapter into a slot, then point the table at as many ranks as it has."""
-        super().set_lora(index, lora_a, lora_b)
-        self._loraplex.slots.point_(index, ranks_of(self, lora_a, lora_b))
+        def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+            """Copy an adapter into a slot, then point the table at as many ranks as it has."""
+            super().set_lora(index, lora_a, lora_b)
+            self._loraplex.slots.point_(index, ranks_of(self, lora_a, lora_b))
 
-    def reset_lora(self, index: int) -> None:
-        """Clear a slot."""
-        super().reset_lora(index)
-        self._loraplex.slots.clear_(index)
+        def reset_lora(self, index: int) -> None:
+            """Clear a slot."""
+            super().reset_lora(index)
+            self._loraplex.slots.clear_(index)
+
+    return HasSlots
 
 
-class Fused(HasSlots):
+def fused(own: Any) -> Any:
     """An unquantised layer: its GEMM and the adapters are one op."""
 
-    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Output of x [..., K] with the given bias, as vLLM's own ``apply``."""
-        rows = x if x.ndim == 2 else x.flatten(0, -2)
-        y: Tensor = torch.ops.loraplex.vllm_linear(
-            rows, self.base_layer.weight, bias, self._loraplex_handle
-        )
-        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    class Fused(with_slots(own)):  # type: ignore[misc]
+        def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            """Output of x [..., K] with the given bias, as vLLM's own ``apply``."""
+            rows = x if x.ndim == 2 else x.flatten(0, -2)
+            y: Tensor = torch.ops.loraplex.vllm_linear(
+                rows, self.base_layer.weight, bias, self._loraplex_handle
+            )
+            return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+    return Fused
 
 
-class Added(HasSlots):
+def added(own: Any) -> Any:
     """A layer whose base output comes from somewhere else: the adapters are added to it."""
 
-    def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
-        rows = x if x.ndim == 2 else x.flatten(0, -2)
-        y = output if output.ndim == 2 else output.flatten(0, -2)
-        torch.ops.loraplex.vllm_add_(y, rows, self._loraplex_handle)
-        return y if output.ndim == 2 else y.reshape(output.shape)
+    class Added(with_slots(own)):  # type: ignore[misc]
+        def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
+            rows = x if x.ndim == 2 else x.flatten(0, -2)
+            y = output if output.ndim == 2 else output.flatten(0, -2)
+            torch.ops.loraplex.vllm_add_(y, rows, self._loraplex_handle)
+            return y if output.ndim == 2 else y.reshape(output.shape)
+
+    return Added
 
 
-class Watched(Base):  # type: ignore[misc]
+def watched(own: Any) -> Any:
     """A layer that keeps vLLM's own path, and says which slots hold weights for it."""
 
-    _loraplex_used: set[int]
-    _loraplex_forget: Callable[[], None]
+    class Watched(own):  # type: ignore[misc]
+        _loraplex_used: set[int]
+        _loraplex_forget: Callable[[], None]
 
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """Copy an adapter into a slot."""
-        super().set_lora(index, lora_a, lora_b)
-        self._loraplex_used.add(index)
-        self._loraplex_forget()
-
-    def reset_lora(self, index: int) -> None:
-        """Clear a slot."""
-        super().reset_lora(index)
-        if index in self._loraplex_used:
-            self._loraplex_used.discard(index)
+        def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+            """Copy an adapter into a slot."""
+            super().set_lora(index, lora_a, lora_b)
+            self._loraplex_used.add(index)
             self._loraplex_forget()
 
+        def reset_lora(self, index: int) -> None:
+            """Clear a slot."""
+            super().reset_lora(index)
+            if index in self._loraplex_used:
+                self._loraplex_used.discard(index)
+                self._loraplex_forget()
 
-_combined: dict[tuple[Any, Any], Any] = {}
+    return Watched
 
 
-def combine(front: Any, own: Any) -> Any:
-    """The class of an adopted object; it keeps the name of its own class."""
-    if (front, own) not in _combined:
-        content = {"__module__": __name__, "__doc__": front.__doc__}
-        _combined[front, own] = type(own.__name__, (front, own), content)
-    return _combined[front, own]
+_made: dict[tuple[Maker, Any], Any] = {}
+
+
+def change_class(one: Any, maker: Maker) -> Any:
+    """Give an object the class that ``maker`` makes of its own, and return its old one."""
+    old = type(one)
+    if (maker, old) not in _made:
+        _made[maker, old] = maker(old)
+        _made[maker, old].__name__ = old.__name__  # vLLM tells some of its layers by name
+    one.__class__ = _made[maker, old]
+    return old
 
 
 def ranks_of(layer: Any, lora_a: Any, lora_b: Any) -> list[int]:

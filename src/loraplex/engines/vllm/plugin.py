@@ -74,14 +74,14 @@ def adopt_all(manager: Any, vllm_config: Any) -> Mapping[str, int] | str:
     """Adopt every layer that fits: how many of each kind, or why none."""
     import vllm.envs
     from loraplex.engines.vllm.adopt import adopt, make_plan, why_not
-    from loraplex.engines.vllm.layers import Added, Fused, Watched
+    from loraplex.engines.vllm.layers import added, fused, watched
 
     reason = why_not(manager, vllm_config, is_batch_invariant=bool(vllm.envs.VLLM_BATCH_INVARIANT))
     if reason:
         return reason
     plan = make_plan(manager)
-    fused, added = plan.count(Fused), plan.count(Added)
-    if not fused + added:
+    fuse, add = plan.count(fused), plan.count(added)
+    if not fuse + add:
         return f"none of the {len(manager.modules)} LoRA layers is one that it knows"
     adopt(manager, vllm_config, plan)
-    return {"fused": fused, "added": added, "own": len(plan.own) + plan.count(Watched)}
+    return {"fused": fuse, "added": add, "own": len(plan.own) + plan.count(watched)}
