@@ -144,7 +144,8 @@ def has_plain_weight(module: Any, table: AdapterTable, x: Tensor) -> bool:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     bias = getattr(base, "bias", None)
     # in a row-parallel layer only the first rank adds the bias: left to SGLang
-    if not kinds.intersection(BIAS_LAYERS) and (ROW_LAYER not in kinds or bias is not None):
+    is_known = bias is None if ROW_LAYER in kinds else bool(kinds.intersection(BIAS_LAYERS))
+    if not is_known:
         return False
     weight = getattr(base, "weight", None)
     return (
