@@ -273,9 +273,13 @@ def set_config(folder: Path, **changes: Any) -> None:
         pytest.param({"bias": "some"}, "bias must be one of", id="bias"),
         pytest.param({"target_modules": [1]}, "target_modules must be", id="targets"),
         pytest.param({"modules_to_save": {"a": 1}}, "modules_to_save must be", id="saved"),
+        pytest.param({"trainable_token_indices": [3, -1]}, "token_indices must be token ids from 0",
+                     id="negative-token"),
+        pytest.param({"trainable_token_indices": {"wte": [-1]}}, "token_indices must be",
+                     id="negative-token-by-name"),
         pytest.param({"base_model_name_or_path": 3}, "base_model_name_or_path must be", id="base"),
     ],
-)
+)  # fmt: skip
 def test_bad_config_is_refused_before_tensors_are_read(
     changes: dict[str, Any], said: str, folder: Path
 ) -> None:
@@ -359,6 +363,32 @@ def test_l39_known_but_unsupported_key_is_refused_by_name(key: str, folder: Path
 def test_huge_config_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_bytes(b" " * ((16 << 20) + 1))
     assert "more than" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "\x1b[2Ja", "x." * 3000 + "y"], ids=["line", "esc", "long"]
+)
+def test_names_that_would_break_a_message_are_shown_escaped_and_cut(
+    name: str, tmp_path: Path
+) -> None:
+    pair = {f"{name}.lora_A.weight": torch.ones(4, 8), f"{name}.lora_B.weight": torch.ones(8, 4)}
+    path = write_adapter(tmp_path / "x", **pair)
+    message = refusal(path)
+    assert "2 of 4 tensors have names that are neither LoRA" in message
+    assert message.isprintable()
+    assert load_adapter(path, strict=False).ignored == tuple(sorted(pair))
+
+
+@pytest.mark.parametrize(
+    "name", ["new_embeddings.safetensors", "new_embeddings.bin", "trainable_params.bin"]
+)
+def test_trained_weights_in_other_files_are_not_left_out_in_silence(
+    name: str, folder: Path
+) -> None:
+    (folder / name).write_bytes(b"never read")
+    with pytest.raises(UnsupportedAdapterError, match=rf"{name} has weights that were trained"):
+        load_adapter(folder)
+    assert load_adapter(folder, strict=False).ignored == (name,)
 
 
 # --- private memory: S24, L45 -----------------------------------------------------------------

@@ -130,6 +130,20 @@ def test_l50_another_base_is_visible(tiny: Any, capsys: pytest.CaptureFixture[st
     assert "org/Other" in out.splitlines()[2]
 
 
+def test_nothing_in_a_folder_reaches_the_terminal_as_a_command(
+    tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = tiny.train(with_logits=False)
+    trained.edit_config(base_model_name_or_path="org/\x1b[2J\nadapter9", foobar="\x1b]0;title\x07")
+    trained.edit_tensors(lambda t: {**t, "x\x1b[31m\n.y": t[next(iter(t))].clone()})
+    assert inspect("--lenient", trained.path) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert len(out.splitlines()) == 5  # heads, rule, row, the unknown key, what was ignored
+    assert "org/\\x1b[2J\\nadapter9" in out
+    assert "ignored: x\\x1b[31m\\n.y" in out
+
+
 def test_lenient_lists_what_it_ignores(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
     trained = tiny.train(modules_to_save=["lm_head"], with_logits=False)
     trained.edit_tensors(lambda t: {**t, "extra.thing": t[next(iter(t))].clone()})

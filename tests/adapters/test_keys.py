@@ -53,6 +53,9 @@ Q = "model.layers.0.self_attn.q_proj"
         ("weight", "", "unknown", None),
         ("", "", "unknown", None),
         (f"{Q}..lora_A.weight", "", "unknown", None),
+        (f"{Q}\n.lora_A.weight", "", "unknown", None),
+        (f"\x1b[2J{Q}.lora_A.weight", "", "unknown", None),
+        (f"{'x.' * 500}lora_A.weight", "", "unknown", None),
     ],
 )  # fmt: skip
 def test_spellings(raw: str, module: str, role: str, adapter: str | None) -> None:

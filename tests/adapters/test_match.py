@@ -307,6 +307,14 @@ def test_l20_embeddings_and_saved_modules_with_added_tokens() -> None:
         match(Adapter(AdapterSpec(), {}, saved_modules=saved), {}, parameters=shapes)
 
 
+def test_weights_without_dimensions_are_an_error_like_other_shapes() -> None:
+    shapes = {"lm_head.weight": (96, 64), "norm.bias": ()}
+    for name, tensor in {"lm_head.weight": torch.ones(()), "norm.bias": torch.ones(3)}.items():
+        adapter = Adapter(AdapterSpec(), {}, saved_modules={name: tensor}, path="test")
+        with pytest.raises(AdapterError, match=rf"{name} is for a parameter of shape"):
+            match(adapter, {}, parameters=shapes)
+
+
 def test_l48_rank_above_both_sizes(make_adapter: Make) -> None:
     adapter = make_adapter({"layers.0.k_proj": (32, 16)}, rank=48)
     matching = match(adapter, {"layers.0.k_proj": LayerShape.plain(32, 16)})

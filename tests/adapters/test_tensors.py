@@ -193,6 +193,8 @@ def test_token_ids_and_rows_differ(tiny: Any) -> None:
     assert "lists 3 token ids" in refusal(trained.path)
     trained.edit_config(trainable_token_indices=None)
     assert "lists no token ids" in refusal(trained.path)
+    trained.edit_config(trainable_token_indices=[5, 5])
+    assert "lists a token id twice in trainable_token_indices: [5, 5]" in refusal(trained.path)
 
 
 @pytest.mark.parametrize("targets", [["experts.foo", "experts.bar"], ["gate_up_proj"], []])

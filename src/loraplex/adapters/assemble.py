@@ -134,6 +134,11 @@ class Assembler:
                     f"{self.label}: {name}: trainable token rows have shape "
                     f"{tuple(tensor.shape)}, adapter_config.json lists {count} token ids for them"
                 )
+            if len(set(fits[0])) < len(fits[0]):
+                raise AdapterError(
+                    f"{self.label}: {name}: adapter_config.json lists a token id twice in "
+                    f"trainable_token_indices: {list(fits[0])!r:.200}"
+                )
             rows[name] = TokenRows(name, fits[0], tensor)
         return rows
 
@@ -187,7 +192,8 @@ class Assembler:
         ]
         if strict and missing:
             raise AdapterError(
-                f"{self.label}: modules_to_save lists {missing}, but the file has no such weights"
+                f"{self.label}: modules_to_save lists {missing}, but the file has no such weights "
+                "(strict=False loads what there is)"
             )
 
     def _check_values(self, adapter: Adapter) -> None:

@@ -18,6 +18,9 @@ CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 << 20
+# What other trainers put beside PEFT's file: embeddings of added tokens (read by older engines),
+# and LongLoRA's embeddings and norms.
+FURTHER_WEIGHTS = ("new_embeddings.safetensors", "new_embeddings.bin", "trainable_params.bin")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class AdapterFolder:
             return self._read_pickle()
         raise AdapterError(
             f"{self.label}: no {SAFETENSORS_NAME} and no {PICKLE_NAME}{self._hint()}"
+        )
+
+    def further_weights(self) -> tuple[str, ...]:
+        """Files with trained weights that PEFT knows nothing of."""
+        return tuple(
+            name for name in FURTHER_WEIGHTS if os.path.lexists(os.path.join(self.path, name))
         )
 
     def _read_safetensors(self) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ Role = Literal[
     "unknown",
 ]
 
+MAX_NAME = 1000
 # Wrappers that never are part of a model's own names.
 WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
@@ -68,7 +69,8 @@ def parse_key(raw: str) -> TensorKey:
     parts = [part for part in raw.split(".") if part not in WRAPPERS]
     while parts[:2] == ["base_model", "model"]:
         parts = parts[2:]
-    if len(parts) < 2 or "" in parts:
+    # No module has a name that would break a line of a message or of a log.
+    if len(parts) < 2 or "" in parts or not raw.isprintable() or len(raw) > MAX_NAME:
         return TensorKey(raw, "", "unknown")
     for index in reversed(range(len(parts))):
         if parts[index] in LORA_LEAVES:

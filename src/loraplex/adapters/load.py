@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from loraplex.adapters.adapter import Adapter
 from loraplex.adapters.assemble import Assembler
 from loraplex.adapters.folder import open_folder
 from loraplex.adapters.spec import parse_spec
+from loraplex.errors import UnsupportedAdapterError
 
 
 def load_adapter(
@@ -27,7 +29,8 @@ def load_adapter(
     Args:
         path: a folder with adapter_config.json and adapter_model.safetensors (or .bin, which is
             read by weights-only loading: no code of the file runs). Nothing is downloaded.
-        strict: refuse tensors with unknown names; False lists them in ``Adapter.ignored``.
+        strict: refuse tensors with unknown names, and files of further weights beside PEFT's; False
+            lists them in ``Adapter.ignored``.
         root: the only folder that may be read from; `path` is then relative to it, and links or
             ``..`` that lead outside are refused with a message that names no path.
         allow_modified_base: load PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ adapters, for a base
@@ -44,4 +47,12 @@ def load_adapter(
     """
     folder = open_folder(path, root)
     spec = parse_spec(folder.read_config(), folder.label, allow_modified_base=allow_modified_base)
-    return Assembler(spec, folder.label).assemble(folder.read_tensors(), strict=strict)
+    further = folder.further_weights()
+    if further and strict:
+        raise UnsupportedAdapterError(
+            f"{folder.label}: {', '.join(further)} has weights that were trained with the adapter "
+            "(of added tokens, or whole modules), and no place in PEFT's format; merge them into "
+            "the base model (strict=False leaves them out)"
+        )
+    adapter = Assembler(spec, folder.label).assemble(folder.read_tensors(), strict=strict)
+    return dataclasses.replace(adapter, ignored=(*adapter.ignored, *further))

@@ -274,7 +274,7 @@ class _Matcher:
     def _check_equal(self, name: str, found: Sequence[int], parameter: str) -> None:
         expected = self.parameters[parameter]
         if tuple(found) != expected:
-            hint = _added_tokens(parameter, found[0], expected[0])
+            hint = _added_tokens(parameter, found[0], expected[0]) if found and expected else ""
             raise AdapterError(
                 f"{self.adapter.path}: {name} is for a parameter of shape {tuple(found)}, "
                 f"the model's {parameter} has {expected}{hint}"

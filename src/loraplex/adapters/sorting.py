@@ -117,7 +117,9 @@ def _check_distinct(keys: Iterable[TensorKey], label: str) -> None:
     for key in keys:
         place = (key.module, key.depth, key.role, key.parameter)
         if key.role != "unknown" and place in seen:
-            raise AdapterError(f"{label}: {seen[place]!r} and {key.raw!r} name the same tensor")
+            raise AdapterError(
+                f"{label}: {seen[place]!r:.200} and {key.raw!r:.200} name the same tensor"
+            )
         seen[place] = key.raw
 
 
@@ -167,5 +169,11 @@ def parameter_of(
 def sample(names: Iterable[str], count: int = 4) -> str:
     """A few names for a message, and how many more there are."""
     ordered = sorted(names)
-    shown = ", ".join(name[:200] for name in ordered[:count])
+    shown = ", ".join(printable(name) for name in ordered[:count])
     return shown + (f" and {len(ordered) - count} more" if len(ordered) > count else "")
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """The beginning of a text from a file, with all that could move a terminal's cursor escaped."""
+    text = text[:limit]
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -134,7 +134,7 @@ def parse_spec(
         "target_parameters": reader.get("target_parameters", (), _name_list, "a list of strings"),
         "modules_to_save": reader.get("modules_to_save", (), _name_list, "a list of strings"),
         "trainable_token_indices": reader.get(
-            "trainable_token_indices", None, _token_indices, "token ids, or a dict of them"
+            "trainable_token_indices", None, _token_indices, "token ids from 0, or a dict of them"
         ),
         "alora_invocation_tokens": reader.get("alora_invocation_tokens", None, _ints, "token ids"),
         "bias": reader.get("bias", "none", _bias_mode, f"one of {BIAS_MODES}"),
@@ -310,6 +310,8 @@ def _ints(value: Any) -> tuple[int, ...]:
 
 
 def _token_indices(value: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-    if isinstance(value, dict):
-        return {name: _ints(items) for name, items in value.items()}
-    return _ints(value)
+    found = {name: _ints(items) for name, items in value.items()} if isinstance(value, dict) else {}
+    single = () if isinstance(value, dict) else _ints(value)
+    if any(index < 0 for items in (single, *found.values()) for index in items):
+        raise ValueError
+    return found or single

@@ -22,6 +22,7 @@ from loraplex.adapters import (
     match,
     shape_in_model,
 )
+from loraplex.adapters.sorting import printable
 from loraplex.cli.generate import DEMO
 from loraplex.cli.render import Column, print_table
 from loraplex.errors import AdapterError, UnsupportedAdapterError
@@ -215,7 +216,10 @@ def read_model(path: str) -> ModelShapes:
 
 def _print(reports: list[Report]) -> None:
     labels = _short_labels([report.path for report in reports])
-    rows = [_row(label, report) for label, report in zip(labels, reports, strict=True)]
+    rows = [
+        [printable(cell) for cell in _row(label, report)]
+        for label, report in zip(labels, reports, strict=True)
+    ]
     bad = [number for number, report in enumerate(reports) if report.is_bad]
     print_table(COLUMNS, rows, bad_rows=bad)
     for label, report in zip(labels, reports, strict=True):
@@ -225,7 +229,7 @@ def _print(reports: list[Report]) -> None:
         if report.ignored:
             said.append(f"ignored: {', '.join(report.ignored[:8])}")
         for text in filter(None, said):
-            print(f"{label}: {text.removeprefix(f'{report.path}: ')}")
+            print(printable(f"{label}: {text.removeprefix(f'{report.path}: ')}", limit=2000))
 
 
 def _row(label: str, report: Report) -> list[str]:
