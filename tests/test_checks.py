@@ -71,6 +71,18 @@ def test_shared_memory_is_never_missed(y: Tensor, x: Tensor) -> None:
             checks.check_disjoint("y", y, "x", x)
 
 
+@given(st.lists(PART, max_size=5), PART)
+def test_a_clear_tensor_shares_nothing(tensors: list[Tensor], y: Tensor) -> None:
+    is_clear = checks.Spans(tensors).is_clear(y)
+    places = set(elements(y))
+    for tensor in tensors:
+        assert not (is_clear and places & set(elements(tensor)))
+    ends = [checks.memory_span(tensor) for tensor in tensors if tensor.numel()]
+    first, last = checks.memory_span(y)
+    if y.numel() and all(last <= start or end <= first for start, end in ends):
+        assert is_clear
+
+
 def test_columns_of_one_buffer_are_disjoint() -> None:
     buffer = torch.zeros(5, 12)
     for y, x in (

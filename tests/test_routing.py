@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,7 @@ def test_K10_nothing_stays_of_what_was_before(before: list[int], after: list[int
         ("01", TypeError, "indices must be whole numbers"),
         (7, TypeError, "indices must be a tensor or a sequence of ints, got 7"),
         (None, TypeError, "indices must be a tensor or a sequence of ints, got None"),
+        (torch.tensor([0]).to_sparse(), TypeError, "indices must have layout torch.strided"),
         ([0] * 9, ValueError, "indices must have at most max_tokens = 8 elements, got 9"),
     ],
 )
@@ -207,15 +209,41 @@ def test_bad_indices_change_nothing(
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((-1, 3), ValueError, "max_tokens must be >= 0, got -1"),
+        ((-1, 3), ValueError, "max_tokens must be between 0 and 2147483647, got -1"),
+        ((2**31, 3), ValueError, "max_tokens must be between 0 and 2147483647, got 2147483648"),
         ((1.0, 3), TypeError, "max_tokens must be an int, got 1.0"),
-        ((8, -1), ValueError, "num_adapters must be >= 0, got -1"),
+        ((8, -1), ValueError, "num_adapters must be between 0 and 2147483647, got -1"),
+        # slots are int32 in the buffers: 2**32 + 1 would be slot 1 there
+        ((8, 2**33), ValueError, "num_adapters must be between 0 and .*, got 8589934592"),
         ((8, True), TypeError, "num_adapters must be an int, got True"),
     ],
 )
 def test_bad_sizes(arguments: tuple[int, int], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         lp.Routing.allocate(arguments[0], num_adapters=arguments[1], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "words"),
+    [
+        ("cuda:99", ValueError, "device must be usable here, got 'cuda:99': ."),
+        ("nowhere", ValueError, "device must be usable here, got 'nowhere': ."),
+        ("", ValueError, "device must be usable here, got ''"),
+        (None, TypeError, "device must be a torch.device or its name, got None"),
+        (True, TypeError, "device must be a torch.device or its name, got True"),
+    ],
+)
+def test_bad_devices(device: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        lp.Routing.allocate(4, num_adapters=1, device=device)
+    if device is not None:
+        with pytest.raises(error, match=words):
+            lp.Routing.from_indices([0], num_adapters=1, device=device)
+
+
+def test_the_meta_device_has_shapes_and_no_values() -> None:
+    routing = lp.Routing.from_indices([0, -1], num_adapters=1, device="meta")
+    assert (routing.indices.shape, routing.device.type) == ((2,), "meta")
 
 
 def test_indices_on_another_device() -> None:

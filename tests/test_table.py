@@ -27,6 +27,13 @@ def pools(device: torch.device, layout: str = "dense") -> tuple[Tensor, Tensor]:
     return lay_out(a, layout), lay_out(torch.randn(L, N, R, device=device), layout)
 
 
+def negated(*shape: int) -> Tensor:
+    """A view whose memory holds what it is not: torch negates it whenever it reads it."""
+    view = torch.ones(shape, dtype=torch.complex64).conj().imag
+    assert view.is_neg()
+    return view
+
+
 def empty_table(device: torch.device, **changes: Any) -> lp.AdapterTable:
     options: dict[str, Any] = {
         "max_rank": 16, "dtype": torch.float32, "device": device, "rank_multiple": 1,
@@ -237,6 +244,8 @@ SET_GOOD: dict[str, Any] = {
         ),
         ({"bias": [torch.ones(48)[::2], None]}, ValueError, r"bias\[0\] must be contiguous"),
         ({"bias": torch.ones(24)}, TypeError, "bias must be a sequence"),
+        ({"a": [negated(8, K), None]}, ValueError, r"a\[0\] must hold its values in memory"),
+        ({"bias": [negated(24), None]}, ValueError, r"bias\[0\] must hold its values in memory"),
     ],
 )
 def test_bad_adapter_changes_nothing(
@@ -277,6 +286,11 @@ def test_rank_multiple_8_is_a_promise(a: Tensor, b: Tensor) -> None:
         ({"slices": ()}, ValueError, r"slices must have at least one width, got \(\)"),
         ({"slices": 24}, TypeError, "slices must be a sequence of ints, got 24"),
         ({"in_features": 0}, ValueError, "in_features must be >= 1, got 0"),
+        ({"device": "nowhere"}, ValueError, "device must be usable here, got 'nowhere'"),
+        ({"device": None}, TypeError, "device must be a torch.device or its name, got None"),
+        ({"storages": [None]}, TypeError, r"storages\[0\] must be a torch.Tensor, got NoneType"),
+        ({"storages": 1}, TypeError, "storages must be a sequence of tensors, got int"),
+        ({"entries": [1]}, TypeError, "entries must be a torch.Tensor, got list"),
         ({"num_adapters": 2.5}, TypeError, "num_adapters must be an int, got 2.5"),
         (
             {"entries": torch.zeros(L, 2, 8)},
@@ -325,7 +339,15 @@ def test_bad_allocation(change: dict[str, Any], error: type[Exception], words: s
             "bias must be on the device .* meta",
         ),
         ({"bias": [1.0]}, TypeError, "bias must be a torch.Tensor, got list"),
-        ({"ranks": [True] * L}, TypeError, "ranks must have a dtype like int64, got bool"),
+        ({"ranks": [True, 8, 8]}, TypeError, r"ranks must be .* numbers, got \[True, 8, 8\]"),
+        ({"ranks": [2**70] * L}, ValueError, r"ranks must fit int64, got \[1180591620717411303424"),
+        ({"scaling": [True, 1.0, 1.0]}, TypeError, "scaling must be .* numbers, got"),
+        ({"scaling": torch.ones(L).to_sparse()}, TypeError, "scaling must have layout"),
+        ({"a_pool": torch.zeros(L, 16, K).to_sparse()}, TypeError, "a_pool must have layout"),
+        ({"a_pool": negated(L, 16, K)}, ValueError, r"a_pool must hold .*a_pool.resolve_neg\(\)"),
+        ({"b_pool": negated(L, N, 8)}, ValueError, "b_pool must hold its values"),
+        ({"bias": negated(L, N)}, ValueError, "bias must hold its values"),
+        ({"rank_multiple": 8.0}, TypeError, "rank_multiple must be an int, got 8.0"),
         ({"rank_multiple": 3}, ValueError, "rank_multiple must be 1 or 8, got 3"),
         ({"a_pool": torch.zeros(L, 16, K).long()}, TypeError, "a_pool must have dtype float32"),
     ],
@@ -334,6 +356,11 @@ def test_bad_pools(change: dict[str, Any], error: type[Exception], words: str) -
     a, b = pools(torch.device("cpu"))
     with pytest.raises(error, match=words):
         lp.AdapterTable.from_pools(**({"a_pool": a, "b_pool": b, "slices": SLICES} | change))
+
+
+def test_no_slots_and_no_numbers(device: torch.device) -> None:
+    a, b = (pool[:0] for pool in pools(device))
+    assert lp.AdapterTable.from_pools(a, b, SLICES, scaling=[], ranks=[]).num_adapters == 0
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from numbers import Real
 
@@ -19,10 +20,40 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Require a tensor and return it."""
+    """Require a tensor with strides, no sparse or opaque one, and return it."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must have layout torch.strided, got {value.layout}")
     return value
+
+
+def check_tensors(name: str, value: object) -> list[Tensor]:
+    """Require a sequence of tensors and return it as a list."""
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of tensors, got {type(value).__name__}")
+    return [check_tensor(f"{name}[{number}]", tensor) for number, tensor in enumerate(value)]
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Require that memory holds the values themselves, for who reads it through a pointer."""
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} must hold its values in memory, got a view that torch negates when it reads "
+            f"it; {name}.resolve_neg() has them"
+        )
+
+
+def check_usable_device(name: str, value: object) -> torch.device:
+    """Require a device that torch can use here and return it as tensors on it name it."""
+    if not isinstance(value, str | int | torch.device) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a torch.device or its name, got {value!r}")
+    try:
+        # ``cuda`` is ``cuda:0`` on a tensor
+        return torch.empty(0, device=value).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"{name} must be usable here, got {str(value)!r}: {reason}") from None
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -96,6 +127,7 @@ def check_index_range(name: str, indices: Tensor, num_adapters: int) -> None:
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
     """Require that no two elements of a tensor that will be written share memory."""
+    check_memory(name, tensor)
     spans = sorted(
         (abs(step), size) for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -139,8 +171,35 @@ def check_disjoint(name: str, tensor: Tensor, other_name: str, other: Tensor) ->
         return
     first, last = memory_span(tensor)
     other_first, other_last = memory_span(other)
-    if first < other_last and other_first < last and not is_between_rows(tensor, other):
+    is_shared = first < other_last and other_first < last and not is_between_rows(tensor, other)
+    if is_shared and tensor.device.type != "meta":  # where every tensor is at address 0
         raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+class Spans:
+    """The memory of some tensors, to be asked quickly whether another lies clear of all of it."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._ends: dict[torch.device, tuple[list[int], list[int]]] = {}
+        for device in {tensor.device for tensor in tensors}:
+            firsts: list[int] = []
+            lasts: list[int] = []
+            for first, last in sorted(memory_span(t) for t in tensors if t.device == device):
+                if lasts and first <= lasts[-1]:
+                    lasts[-1] = max(lasts[-1], last)
+                else:
+                    firsts.append(first)
+                    lasts.append(last)
+            self._ends[device] = firsts, lasts
+
+    def is_clear(self, tensor: Tensor) -> bool:
+        """Whether no byte between a tensor's first and last is also between one of theirs."""
+        if tensor.device not in self._ends:
+            return True
+        firsts, lasts = self._ends[tensor.device]
+        first, last = memory_span(tensor)
+        place = bisect_left(firsts, last)
+        return place == 0 or lasts[place - 1] <= first
 
 
 def check_slices(slices: Sequence[int] | None, out_features: int | None) -> tuple[int, ...]:
@@ -157,9 +216,19 @@ def check_slices(slices: Sequence[int] | None, out_features: int | None) -> tupl
     return widths
 
 
+def check_per_slice(name: str, value: object, count: int) -> None:
+    """Require a sequence with one element per slice."""
+    if not isinstance(value, Sequence):
+        raise TypeError(
+            f"{name} must be a sequence with one element per slice, got {type(value).__name__}"
+        )
+    if len(value) != count:
+        raise ValueError(f"{name} must have one element per slice ({count}), got {len(value)}")
+
+
 def check_rank_multiple(rank_multiple: int) -> int:
     """Require what a table can promise about its ranks."""
-    if rank_multiple not in (1, 8):
+    if check_int("rank_multiple", rank_multiple, 1) not in (1, 8):
         raise ValueError(f"rank_multiple must be 1 or 8, got {rank_multiple}")
     return rank_multiple
 
@@ -169,17 +238,29 @@ def check_rows(name: str, value: Tensor, rows: int, columns: int, device: torch.
     check_dtype(name, check_tensor(name, value), (torch.float32,))
     check_shape(name, value, [rows, columns])
     check_device(name, value, "a_pool", device)
+    check_memory(name, value)
     if columns > 1 and value.stride(1) != 1:
         raise ValueError(f"{name} must be dense in its last axis, got strides {value.stride()}")
 
 
-def number_tensor(name: str, value: object) -> Tensor | None:
-    """Numbers as a tensor: a tensor stays where it is, a sequence goes to host memory."""
-    if value is None or isinstance(value, Tensor):
-        return value
-    if not isinstance(value, Sequence) or not all(isinstance(v, int | float) for v in value):
+def number_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor | None:
+    """Numbers as a tensor: a tensor stays where it is, a sequence goes to host memory.
+
+    Args:
+        dtype: what an empty sequence gets; others get what their numbers are.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return check_tensor(name, value)
+    if not isinstance(value, Sequence) or any(
+        isinstance(v, bool) or not isinstance(v, int | float) for v in value
+    ):
         raise TypeError(f"{name} must be a tensor or a sequence of numbers, got {value!r}")
-    return torch.tensor(value)
+    try:
+        return torch.tensor(value) if value else torch.tensor([], dtype=dtype)
+    except (ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name} must fit {dtype_name(dtype)}, got {value!r}") from None
 
 
 def check_per_slot(
@@ -191,7 +272,7 @@ def check_per_slot(
     dtype: torch.dtype,
 ) -> tuple[list[int] | None, Tensor]:
     """A vector over slots on the device, and whole numbers as a list if that waits for no GPU."""
-    given = number_tensor(name, value)
+    given = number_tensor(name, value, dtype)
     if given is None:
         row = torch.full((num_adapters,), default, dtype=dtype, device=device)
         return None if dtype.is_floating_point else [int(default)] * num_adapters, row
@@ -205,6 +286,25 @@ def check_per_slot(
         return None, given.to(dtype)
     numbers = None if dtype.is_floating_point else [int(v) for v in given.tolist()]
     return numbers, given.to(device=device, dtype=dtype)
+
+
+def rank_multiple_of(a_pool: Tensor, b_pool: Tensor, max_rank: int, ranks: Sequence[int]) -> int:
+    """The largest ``rank_multiple`` that two pools and their ranks keep."""
+    is_dense = a_pool.stride(2) == 1 and b_pool.stride(2) == 1
+    is_wide = max_rank % 8 == 0 and a_pool.shape[2] % 8 == 0 and all(r % 8 == 0 for r in ranks)
+    return 8 if is_dense and is_wide and is_aligned(a_pool) and is_aligned(b_pool) else 1
+
+
+def settle_rank_multiple(wanted: int | None, fitting: int) -> int:
+    """What a table promises about its ranks: what is wanted, if pools and ranks keep it."""
+    if wanted is None:
+        return fitting
+    if check_rank_multiple(wanted) > fitting:
+        raise ValueError(
+            "rank_multiple must be 1 unless all ranks and R_max are multiples of 8 and the "
+            "rows of both pools are dense and 16-byte aligned, got 8"
+        )
+    return wanted
 
 
 def is_aligned(tensor: Tensor) -> bool:

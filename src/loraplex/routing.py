@@ -14,10 +14,13 @@ from loraplex.checks import (
     check_index_range,
     check_int,
     check_shape,
+    check_tensor,
+    check_usable_device,
 )
 from loraplex.reference.routing import PLAN_HEADER, build_routing, item_height, plan_width
 
 MAX_TILE_M = 128
+MAX_INT32 = 2**31 - 1
 
 
 def tile_height(num_tokens: int) -> int:
@@ -62,11 +65,12 @@ class Routing:
         """Buffers for up to ``max_tokens`` tokens, all of them base rows until :meth:`update_`.
 
         Raises:
-            ValueError, TypeError: if a size is no whole number or is negative.
+            ValueError, TypeError: a size is no whole number, negative or past int32, or there is
+                no such device here.
         """
-        check_int("max_tokens", max_tokens, 0)
-        check_int("num_adapters", num_adapters, 0)
-        return cls(max_tokens, num_adapters, _canonical(torch.device(device)))
+        check_int("max_tokens", max_tokens, 0, MAX_INT32)
+        check_int("num_adapters", num_adapters, 0, MAX_INT32)
+        return cls(max_tokens, num_adapters, check_usable_device("device", device))
 
     @classmethod
     def from_indices(
@@ -89,7 +93,7 @@ class Routing:
         indices = index_tensor(indices)
         check_dtype("indices", indices, INDEX_DTYPES)
         check_shape("indices", indices, ["M"])
-        where = indices.device if device is None else torch.device(device)
+        where = indices.device if device is None else device
         routing = cls.allocate(indices.shape[0], num_adapters=num_adapters, device=where)
         routing.update_(indices)
         return routing
@@ -146,7 +150,7 @@ class Routing:
                 source, self.indices, self.places, self.plan, self.num_adapters,
                 tile_m=self.tile_m, item_m=item_height(self.tile_m),
             )  # fmt: skip
-        else:
+        elif self.device.type != "meta":  # which has no values
             build_routing(source, self.indices, self.places, self.plan)
 
     def __repr__(self) -> str:
@@ -163,7 +167,7 @@ def index_tensor(indices: object) -> Tensor:
         TypeError: anything else.
     """
     if isinstance(indices, Tensor):
-        return indices
+        return check_tensor("indices", indices)
     if not isinstance(indices, Sequence):
         raise TypeError(f"indices must be a tensor or a sequence of ints, got {indices!r}")
     if any(isinstance(v, bool) or not isinstance(v, int) for v in indices):
@@ -172,8 +176,3 @@ def index_tensor(indices: object) -> Tensor:
         return torch.tensor(indices, dtype=torch.int64)
     except (ValueError, RuntimeError, OverflowError):
         raise ValueError(f"indices must fit int64, got {list(indices)[:8]!r}") from None
-
-
-def _canonical(device: torch.device) -> torch.device:
-    """The device as tensors on it name it: ``cuda`` is ``cuda:0``."""
-    return torch.empty(0, device=device).device

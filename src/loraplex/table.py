@@ -11,10 +11,13 @@ from torch import Tensor
 from loraplex import env
 from loraplex.checks import (
     REFERENCE_DTYPES,
+    Spans,
     check_device,
     check_dtype,
     check_int,
+    check_memory,
     check_number,
+    check_per_slice,
     check_per_slot,
     check_rank_multiple,
     check_rows,
@@ -22,8 +25,12 @@ from loraplex.checks import (
     check_shape,
     check_slices,
     check_tensor,
+    check_tensors,
+    check_usable_device,
     dtype_name,
     is_aligned,
+    rank_multiple_of,
+    settle_rank_multiple,
 )
 
 # One record of eight int64 (64 bytes) per slot and slice; the kernels read the same numbers.
@@ -84,6 +91,7 @@ class AdapterTable:
         self.storages = storages
         self._fixed = list(storages)
         self._held: dict[int, list[Tensor]] = {}
+        self._spans: Spans | None = None
 
     @classmethod
     def from_pools(
@@ -111,7 +119,8 @@ class AdapterTable:
                 which ``ranks`` on a GPU are read once.
 
         Scaling and ranks are copied; the pools, ``column_scale`` and ``bias`` are referred to.
-        Rows of A and columns of B past a rank may hold anything and never reach a result.
+        Rows of A and columns of B past a rank may hold anything and never reach a result; up to it,
+        B must be finite, or other rows of a batch may get NaN.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape, or a
@@ -121,6 +130,8 @@ class AdapterTable:
         check_dtype("a_pool", check_tensor("a_pool", a_pool), REFERENCE_DTYPES)
         check_shape("a_pool", a_pool, ["L", "S*R_max", "K"])
         check_same("b_pool", check_tensor("b_pool", b_pool), "a_pool", a_pool)
+        for name, pool in (("a_pool", a_pool), ("b_pool", b_pool)):
+            check_memory(name, pool)
         num_adapters, _, in_features = a_pool.shape
         check_shape("b_pool", b_pool, [num_adapters, "N", "R_max"])
         _, out_features, max_rank = b_pool.shape
@@ -140,7 +151,7 @@ class AdapterTable:
             check_int(f"ranks[{slot}]", rank, 0, max_rank)
         # a rank that nobody has read must not lead a kernel out of the pools
         rank_row = rank_row.clamp(0, max_rank)
-        fitting = _layout_multiple(a_pool, b_pool, max_rank, rank_list or [])
+        fitting = rank_multiple_of(a_pool, b_pool, max_rank, rank_list or [])
 
         entries = _pool_entries(a_pool, b_pool, widths, max_rank)
         entries[:, :, RANK] = rank_row[:, None]
@@ -154,7 +165,7 @@ class AdapterTable:
             widths,
             max_rank=max_rank,
             dtype=a_pool.dtype,
-            rank_multiple=_settle_multiple(rank_multiple, fitting),
+            rank_multiple=settle_rank_multiple(rank_multiple, fitting),
             has_column_scale=column_scale is not None,
             has_bias=bias is not None,
             storages=[t for t in (a_pool, b_pool, column_scale, bias) if t is not None],
@@ -196,12 +207,13 @@ class AdapterTable:
         widths = check_slices(slices, None)
         if dtype not in REFERENCE_DTYPES:
             raise TypeError(f"dtype must be a floating dtype of 32, 16 or 64 bits, got {dtype}")
-        where = torch.empty(0, device=device).device
+        where = check_usable_device("device", device)
+        kept = check_tensors("storages", storages)
         shape = (num_adapters, len(widths), ENTRY_FIELDS)
         if entries is None:
             entries = torch.zeros(shape, dtype=torch.int64, device=where)
         else:
-            check_dtype("entries", entries, (torch.int64,))
+            check_dtype("entries", check_tensor("entries", entries), (torch.int64,))
             check_shape("entries", entries, shape)
             check_device("entries", entries, "the table", where)
             if entries.stride()[1:] != (ENTRY_FIELDS, 1):
@@ -218,7 +230,7 @@ class AdapterTable:
             rank_multiple=check_rank_multiple(rank_multiple),
             has_column_scale=has_column_scale,
             has_bias=has_bias,
-            storages=list(storages),
+            storages=kept,
         )
 
     a_inner_stride: int = 1
@@ -252,22 +264,9 @@ class AdapterTable:
         factors = scaling if isinstance(scaling, Sequence) else [scaling] * count
         scales = nothing if column_scale is None else column_scale
         biases = nothing if bias is None else bias
-        for name, part in (
-            ("a", a),
-            ("b", b),
-            ("scaling", factors),
-            ("column_scale", scales),
-            ("bias", biases),
-        ):
-            if not isinstance(part, Sequence):
-                raise TypeError(
-                    f"{name} must be a sequence with one element per slice, "
-                    f"got {type(part).__name__}"
-                )
-            if len(part) != count:
-                raise ValueError(
-                    f"{name} must have one element per slice ({count}), got {len(part)}"
-                )
+        parts = {"a": a, "b": b, "scaling": factors, "column_scale": scales, "bias": biases}
+        for name, part in parts.items():
+            check_per_slice(name, part, count)
         records, held = [], []
         for s in range(count):
             a_s, b_s = self._check_pair(s, a[s], b[s])
@@ -318,6 +317,7 @@ class AdapterTable:
         for name, tensor in ((f"a[{s}]", a), (f"b[{s}]", b)):
             check_dtype(name, tensor, (self.dtype,))
             check_device(name, tensor, "the table", self.device)
+            check_memory(name, tensor)
             if tensor.shape[1] > 1 and tensor.stride(1) != 1:
                 raise ValueError(
                     f"{name} must be dense in its last axis, got strides {tensor.stride()}"
@@ -338,12 +338,20 @@ class AdapterTable:
         check_dtype(f"{name}[{s}]", check_tensor(f"{name}[{s}]", value), (torch.float32,))
         check_shape(f"{name}[{s}]", value, [self.slices[s]])
         check_device(f"{name}[{s}]", value, "the table", self.device)
+        check_memory(f"{name}[{s}]", value)
         if not value.is_contiguous():
             raise ValueError(f"{name}[{s}] must be contiguous, got strides {value.stride()}")
 
     def _hold(self, slot: int, tensors: list[Tensor]) -> None:
         self._held[slot] = tensors
         self.storages = self._fixed + [t for held in self._held.values() for t in held]
+        self._spans = None
+
+    def is_clear_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor surely shares no memory with the adapters' tensors."""
+        if self._spans is None:
+            self._spans = Spans(self.storages)
+        return self._spans.is_clear(tensor)
 
     def __repr__(self) -> str:
         return (
@@ -351,23 +359,6 @@ class AdapterTable:
             f"slices={self.slices}, max_rank={self.max_rank}, dtype={dtype_name(self.dtype)}, "
             f"device={str(self.device)!r})"
         )
-
-
-def _settle_multiple(wanted: int | None, fitting: int) -> int:
-    if wanted is None:
-        return fitting
-    if check_rank_multiple(wanted) > fitting:
-        raise ValueError(
-            "rank_multiple must be 1 unless all ranks and R_max are multiples of 8 and the "
-            "rows of both pools are dense and 16-byte aligned, got 8"
-        )
-    return wanted
-
-
-def _layout_multiple(a_pool: Tensor, b_pool: Tensor, max_rank: int, ranks: list[int]) -> int:
-    is_dense = a_pool.stride(2) == 1 and b_pool.stride(2) == 1
-    is_wide = max_rank % 8 == 0 and a_pool.shape[2] % 8 == 0 and all(r % 8 == 0 for r in ranks)
-    return 8 if is_dense and is_wide and is_aligned(a_pool) and is_aligned(b_pool) else 1
 
 
 def _pool_entries(a_pool: Tensor, b_pool: Tensor, widths: Sequence[int], max_rank: int) -> Tensor:

@@ -87,6 +87,10 @@ def tensor_rows(op: str, argument: str, shape: str, like: str | None) -> list[Ba
             op, argument, "dtype", lambda a: a[argument].long(), TypeError,
             (argument, "dtype", "int64"),
         ),
+        Bad(
+            op, argument, "sparse", lambda a: a[argument].to_sparse(), TypeError,
+            (argument, "layout torch.strided", "torch.sparse_coo"),
+        ),
     ]  # fmt: skip
     if like:
         rows += [
@@ -133,14 +137,23 @@ ROUTED_ROWS = [
             op, "bias", "stride", lambda a: a["bias"].repeat_interleave(2)[::2], ValueError,
             ("bias", "contiguous", "(2,)"),
         ),
+    )
+]  # fmt: skip
+
+IMPL_ROWS = [
+    row
+    for op in CALLS
+    for row in (
         Bad(op, "impl", "unknown", lambda a: "fast", ValueError, ("impl", "auto, torch", "'fast'")),
-        # torch's own dispatcher sees this one
-        Bad(op, "impl", "type", lambda a: None, RuntimeError, ("'impl'", "'str'", "'NoneType'")),
+        Bad(op, "impl", "none", lambda a: None, TypeError, ("impl", "auto, torch", "None")),
+        # torch's dispatcher would take these bytes for the name
+        Bad(op, "impl", "bytes", lambda a: b"auto", TypeError, ("impl", "auto, torch", "b'auto'")),
     )
 ]  # fmt: skip
 
 ROWS = [
     *ROUTED_ROWS,
+    *IMPL_ROWS,
     *tensor_rows("lora_linear", "weight", f"[{N}, {K}]", "x"),
     Bad(
         "lora_linear", "weight", "transposed", lambda a: a["weight"].T, ValueError,
@@ -155,6 +168,10 @@ ROWS = [
     Bad(
         "add_lora", "y", "overlap_rows", lambda a: a["y"].as_strided((M, N), (5, 1)),
         ValueError, ("y", "overlap", "(5, 1)"),
+    ),
+    Bad(
+        "add_lora", "y", "negated", lambda a: torch.complex(a["y"], a["y"]).conj().imag,
+        ValueError, ("y", "hold its values in memory", "y.resolve_neg()"),
     ),
     Bad(
         "add_lora", "x", "shares_memory", lambda a: a["y"].flatten()[: M * K].view(M, K),
@@ -176,6 +193,12 @@ ROWS = [
     Bad(MULTI, "indices", "list", lambda a: [0.5] * M, TypeError, ("indices", "0.5")),
     Bad(MULTI, "indices", "type", lambda a: 3, TypeError, ("indices", "3")),
     Bad(MULTI, "indices", "axes", lambda a: a["indices"][None], ValueError, ("indices", "[M]")),
+    Bad(MULTI, "indices", "sparse", lambda a: a["indices"].to_sparse(), TypeError, ("indices",)),
+    # with one such tensor torch would give a result without values
+    Bad(MULTI, "indices", "device", lambda a: a["indices"].to("meta"), ValueError, ("indices",)),
+    Bad(MULTI, "scaling", "device", lambda a: a["scaling"].to("meta"), ValueError, ("scaling",)),
+    Bad(MULTI, "ranks", "device", lambda a: a["ranks"].to("meta"), ValueError, ("ranks", "meta")),
+    Bad(MULTI, "ranks", "huge", lambda a: [2**70] * L, ValueError, ("ranks", "int64", "1180591")),
     Bad(MULTI, "indices", "K11_rows", lambda a: [0] * 830, ValueError, ("routing", "830")),
     Bad(MULTI, "indices", "high", lambda a: [0, 1, 2, 3], ValueError, ("indices", "= 2", "3")),
     Bad(MULTI, "indices", "low", lambda a: [0, 1, 2, -2], ValueError, ("indices", "-1", "-2")),

@@ -39,6 +39,10 @@ def test_auto_on_the_host_says_why() -> None:
     ("change", "error", "words"),
     [
         ({"op": "add"}, ValueError, "op must be one of lora_linear, .* got 'add'"),
+        ({"op": ["matmul"]}, ValueError, r"op must be one of .* got \['matmul'\]"),
+        ({"device": "nowhere"}, ValueError, "device must be usable here, got 'nowhere'"),
+        ({"device": None}, TypeError, "device must be a torch.device or its name, got None"),
+        ({"impl": None}, TypeError, "impl must be one of auto, torch, .* got None"),
         ({"m": -1}, ValueError, "m must be >= 0, got -1"),
         ({"m": 1.5}, TypeError, "m must be an int, got 1.5"),
         ({"k": 0}, ValueError, "k must be >= 1, got 0"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from loraplex.checks import check_disjoint, check_no_overlap, check_same, check_shape, check_tensor
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import resolve
+from loraplex.ops.impls import check_impl, resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
     Layout,
@@ -67,15 +67,16 @@ def add_lora_(
     check_shape("y", y, [x.shape[0], table.out_features])
     check_same("y", y, "x", x)
     check_bias(bias, x, table.out_features)
+    check_impl("add_lora", impl)
     if not torch.compiler.is_compiling():
         if not y.is_contiguous():
             check_no_overlap("y", y)
         check_disjoint("y", y, "x", x)
         if bias is not None:
             check_disjoint("y", y, "bias", bias)
-        # the pools of a dense table; an arena's tables have many storages, and hand none out
-        for storage in table.storages[:4]:
-            check_disjoint("y", y, "the table's tensors", storage)
+        if not table.is_clear_of(y):
+            for storage in table.storages:
+                check_disjoint("y", y, "the table's tensors", storage)
 
     def run() -> Tensor:
         torch.ops.loraplex.add_lora_(

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.checks import REFERENCE_DTYPES, check_int, check_slices, dtype_name
-from loraplex.ops.impls import TRITON_IMPLS, arch_of, resolve
+from loraplex.checks import (
+    REFERENCE_DTYPES,
+    check_int,
+    check_slices,
+    check_usable_device,
+    dtype_name,
+)
+from loraplex.ops.impls import TRITON_IMPLS, arch_of, check_impl, resolve
 from loraplex.tuning import Choice, Problem
 
 
@@ -59,12 +65,13 @@ def explain(
         >>> lp.explain("matmul", m=64, k=4096, slices=[4096], device="cpu").choice.impl
         'torch'
     """
-    if op not in TRITON_IMPLS:
+    if op not in tuple(TRITON_IMPLS):
         raise ValueError(f"op must be one of {', '.join(TRITON_IMPLS)}, got {op!r}")
     if dtype not in REFERENCE_DTYPES:
         raise TypeError(f"dtype must be a floating dtype of 32, 16 or 64 bits, got {dtype!r}")
     widths = check_slices(slices, None)
-    where = torch.device(device)
+    check_impl(op, impl)
+    where = check_usable_device("device", device)
     problem = Problem(
         op,
         check_int("m", m, 0),

@@ -23,6 +23,12 @@ def names(op: str) -> tuple[str, ...]:
     return ("auto", "torch", "triton", *TRITON_IMPLS[op])
 
 
+def check_impl(op: str, impl: object) -> None:
+    """Require a name; :func:`resolve` says whether it is a known one."""
+    if not isinstance(impl, str):
+        raise TypeError(f"impl must be one of {', '.join(names(op))}, got {impl!r}")
+
+
 def arch_of(device: torch.device) -> str:
     """Architecture name for the tuning tables; host tensors have ``cpu``."""
     return env.gpu_arch(device.index or 0) if device.type == "cuda" else "cpu"

@@ -18,3 +18,15 @@ def register(schema: str, function: Callable[..., object], fake: Callable[..., o
     _library.define(schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"loraplex::{name}", fake, lib=_library)
+    for device_type in ("cpu", "cuda"):
+        _library.impl(name, _in_own_dtype(name, device_type), f"Autocast{device_type.upper()}")
+
+
+def _in_own_dtype(name: str, device_type: str) -> Callable[..., object]:
+    """The op under autocast: results keep the dtype of x, whatever torch would do inside."""
+
+    def run(*arguments: object) -> object:
+        with torch.autocast(device_type, enabled=False):
+            return getattr(torch.ops.loraplex, name)(*arguments)
+
+    return run

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from loraplex.checks import check_same, check_shape, check_tensor
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import has_dependent_launch, precision_of, resolve
+from loraplex.ops.impls import check_impl, has_dependent_launch, precision_of, resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
     Layout,
@@ -69,6 +69,7 @@ def lora_linear(
     check_shape("weight", check_tensor("weight", weight), [table.out_features, x.shape[1]])
     check_same("weight", weight, "x", x)
     check_bias(bias, x, table.out_features)
+    check_impl("lora_linear", impl)
 
     def run() -> Tensor:
         y: Tensor = torch.ops.loraplex.lora_linear(

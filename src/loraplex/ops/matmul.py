@@ -14,7 +14,7 @@ from loraplex.checks import (
     dtype_name,
 )
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import arch_of, has_aligned_rows, precision_of, resolve
+from loraplex.ops.impls import arch_of, check_impl, has_aligned_rows, precision_of, resolve
 from loraplex.ops.library import register
 from loraplex.reference import matmul as reference
 from loraplex.tuning import Problem
@@ -39,6 +39,7 @@ def matmul(x: Tensor, c: Tensor, impl: str = "auto") -> Tensor:
         [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]
     """
     _check_product(x, c, "c")
+    check_impl("matmul", impl)
 
     def run() -> Tensor:
         w: Tensor = torch.ops.loraplex.matmul(x, c, impl)
@@ -72,6 +73,7 @@ def fused_matmul_expand(x: Tensor, c: Tensor, y: Tensor, b: Tensor, impl: str = 
     check_same("y", y, "x", x)
     check_shape("b", check_tensor("b", b), [y.shape[1], c.shape[1]])
     check_same("b", b, "x", x)
+    check_impl("matmul", impl)
 
     def run() -> Tensor:
         o: Tensor = torch.ops.loraplex.fused_matmul_expand(x, c, y, b, impl)

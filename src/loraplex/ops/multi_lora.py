@@ -16,7 +16,7 @@ from loraplex.checks import (
     number_tensor,
 )
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import resolve
+from loraplex.ops.impls import check_impl, resolve
 from loraplex.ops.library import register
 from loraplex.ops.routed import Layout, Routed, check_routed, layout_of, problem_of, run_expand
 from loraplex.reference import lora as reference
@@ -66,12 +66,18 @@ def multi_lora(
     check_same("b_pool", b_pool, "a_pool", a_pool)
     check_shape("b_pool", b_pool, ["L", "N", "R_max"])
     widths = check_slices(slices, b_pool.shape[1])
+    check_impl("multi_lora", impl)
+    slots = index_tensor(indices)
+    factors = number_tensor("scaling", scaling, torch.float32)
+    rows = number_tensor("ranks", ranks, torch.int64)
+    for name, vector in (("indices", slots), ("scaling", factors), ("ranks", rows)):
+        if vector is not None and vector.device.type != "cpu":
+            check_device(name, vector, "a_pool", a_pool.device)
 
     def run() -> Tensor:
         d: Tensor = torch.ops.loraplex.multi_lora(
-            x, a_pool, b_pool, index_tensor(indices), number_tensor("scaling", scaling),
-            number_tensor("ranks", ranks), widths, impl,
-        )  # fmt: skip
+            x, a_pool, b_pool, slots, factors, rows, widths, impl
+        )
         return d
 
     return without_backward("multi_lora", run, x, a_pool, b_pool)

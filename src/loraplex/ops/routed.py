@@ -38,9 +38,14 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: AdapterTable) -> list[int]:
-    """The ints that :class:`Layout` is made from."""
+    """The ints that :class:`Layout` is made from.
+
+    A table without ranks that has column scales or biases is one whose ranks are all zero.
+    """
+    has_more = table.has_column_scale or table.has_bias
     return [
-        table.max_rank, table.rank_multiple, table.a_inner_stride, table.b_inner_stride,
+        table.max_rank or (8 if has_more else 0), table.rank_multiple,
+        table.a_inner_stride, table.b_inner_stride,
         int(table.has_column_scale), int(table.has_bias),
     ]  # fmt: skip
 
@@ -99,6 +104,7 @@ def check_routed(x: object, table: object, routing: object) -> None:
         x.dtype == table.dtype
         and x.shape == (routing.num_tokens, table.in_features)
         and x.device == table.device == routing.device
+        and x.layout is torch.strided
         and routing.num_adapters <= table.num_adapters
     ):
         return
