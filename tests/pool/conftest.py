@@ -220,6 +220,9 @@ class Streams:
     def mark(self) -> int:
         return self._mark_on("copy")
 
+    def caller(self) -> str:
+        return "compute"
+
     def mark_use(self) -> tuple[str, int]:
         return "compute", self._mark_on("compute")
 

@@ -101,6 +101,28 @@ def test_a_full_disk_tier_refuses_the_newcomer(kit: Any, tmp_path: Path) -> None
     kit.assert_serves(pool, "3", kit.adapter(3))
 
 
+def test_room_on_disk_is_given_back_once(kit: Any, tmp_path: Path) -> None:
+    """A version that is removed while it is in use has two ends: the removal, and its last use."""
+    probe = kit.pool()
+    probe.add("probe", kit.adapter())
+    size = int(probe.info("probe").num_bytes)
+    pool = kit.pool(
+        max_adapters=2, device_bytes=2 * size, host_bytes=2 * size, disk_dir=tmp_path
+    )  # fmt: skip
+    pool.add("a", kit.adapter())
+    one = pool.stats().disk.reserved
+    for end in (lambda: pool.remove("a"), lambda: pool.add("a", kit.adapter(1), replace=True)):
+        with pool.acquire(["a"]):
+            end()
+        pool.add("b", kit.adapter(2))
+        assert pool.stats().disk.reserved == one * len(pool)
+        pool.remove("b")
+        if "a" not in pool:
+            pool.add("a", kit.adapter())
+    pool.remove("a")
+    assert pool.stats().disk.reserved == 0
+
+
 def test_a_full_host_tier_without_disk_refuses_the_newcomer(kit: Any) -> None:
     size = size_of_one(kit)
     pool = kit.pool(max_adapters=1, device_bytes=size, host_bytes=2 * size)

@@ -182,3 +182,72 @@ def test_a_reload_that_fails_keeps_the_old_version(kit: Any) -> None:
     with pytest.raises(AdapterError):
         pool.add("a", kit.adapter(1, rank=16), replace=True)
     kit.assert_serves(pool, "a", old)
+
+
+@pytest.mark.parametrize("where", ["gate", "is_reached"])
+def test_a_wait_that_fails_holds_nothing(
+    kit: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies were issued; whoever asked gets the error, and no lease that nobody can end."""
+    streams = kit.streams()
+    pool = kit.pool(max_adapters=1, timeline=streams)
+    adapter = kit.adapter()
+    pool.add("a", adapter)
+    before = fingerprint(pool)
+
+    def fail(mark: Any) -> bool:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, where, fail)
+        with pytest.raises(RuntimeError, match="injected"):
+            pool.acquire(["a"])
+    assert fingerprint(pool) == before
+    pool.add("b", kit.adapter(1))
+    with pool.acquire(["b"]) as lease:  # the only slot is free for others
+        assert lease.indices == [0]
+    with pool.acquire(["a"]) as lease:
+        streams.drain()
+        kit.assert_slot(pool, lease.indices[0], adapter)
+    streams.drain()
+
+
+def test_a_release_that_fails_can_be_tried_again(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = kit.pool()
+    pool.add("a", kit.adapter())
+    lease = pool.acquire(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.timeline, "mark_use", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            lease.release()
+    assert not lease.is_released
+    assert lease.indices == [0]
+    lease.release()
+    assert pool.stats().leases == 0
+
+
+def test_a_release_whose_eviction_fails_ends_the_use_of_all(kit: Any) -> None:
+    """The last lease on a removed version takes it off the device, if need be later."""
+    timeline = Faulty(kit.device)
+    pool = kit.pool(max_adapters=3, timeline=timeline)
+    adapters = {name: kit.adapter(seed) for seed, name in enumerate("abcd")}
+    for name in "abc":
+        pool.add(name, adapters[name])
+    lease = pool.acquire(["a", "b", "c"])
+    pool.remove("a")
+    timeline.fuse = 1
+    with pytest.raises(RuntimeError, match="injected"):
+        lease.release()
+    assert lease.is_released
+    lease.release()
+    stats = pool.stats()
+    assert (stats.leases, stats.leased, stats.retired, stats.host.adapters) == (0, 0, 1, 2)
+    pool.add("d", adapters["d"])
+    with pool.acquire(["b", "c", "d"]):  # needs the slot of the version that did not leave
+        pass
+    stats = pool.stats()
+    assert (stats.retired, stats.host.adapters, stats.slots_used) == (0, 3, 3)
+    for name in "bcd":
+        kit.assert_serves(pool, name, adapters[name])
+        pool.remove(name)
+    assert pool.stats().device.used == pool.stats().host.used == 0

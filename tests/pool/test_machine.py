@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from loraplex import AdapterExistsError, PoolFullError, UnknownAdapterError
+from loraplex.pool.disk import HEADER
 
 NAMES = ("a", "b", "c", "d")
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -218,6 +219,9 @@ class PoolMachine(RuleBasedStateMachine):
         for name in self.model:
             tiers = self.pool.info(name).tiers
             assert "host" in tiers or "disk" in tiers, f"{name} has no copy"
+        if stats.disk is not None:
+            sizes = [self.pool.info(name).num_bytes + HEADER.size for name in self.model]
+            assert stats.disk.reserved == sum(sizes)
         for name in self.pinned:
             assert "device" in self.pool.info(name).tiers, f"{name} is pinned and was evicted"
         if self.streams is None:
@@ -243,7 +247,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.device.used == 0
         self.pool.trim()
         assert self.pool.stats().host.reserved == 0
-        assert stats.disk is None or stats.disk.used == 0
+        assert stats.disk is None or stats.disk.used == stats.disk.reserved == 0
         for slot in range(SLOTS):
             assert self.kit.read(self.pool, slot) == {}
         self.pool.close()

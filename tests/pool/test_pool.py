@@ -211,6 +211,8 @@ def test_names_are_checked(kit: Any) -> None:
         pool.acquire("abc")
     with pytest.raises(TypeError, match="str and None, got int"):
         pool.acquire(["a", 3])
+    with pytest.raises(TypeError, match=r"adapter must be an Adapter .*, got str"):
+        pool.add("a", "path/to/adapter")
     for name in ("a/b", "ü", "x" * 5000, "..", "a:b"):  # S22: names are names, not paths
         pool.add(name, kit.adapter())
     assert len(pool) == 5
@@ -309,6 +311,20 @@ def test_a_closed_pool_refuses_work(kit: Any) -> None:
 def drop_a_lease(pool: lp.AdapterPool) -> None:
     pool.acquire(["a"])
     gc.collect()
+
+
+def test_a_released_lease_gives_nothing_out(kit: Any) -> None:
+    pool = kit.pool()
+    pool.add("a", kit.adapter())
+    lease = pool.acquire(["a", None], wait=False)
+    assert not lease.is_released
+    assert "indices=[0, -1]" in repr(lease)
+    lease.release()
+    assert lease.is_released
+    assert "released" in repr(lease)
+    for use in (lease.wait, lambda: lease.wait("layers.0.down"), lambda: lease.indices):
+        with pytest.raises(PoolError, match="lease was released"):
+            use()
 
 
 def test_a_dropped_lease_is_reported(kit: Any) -> None:

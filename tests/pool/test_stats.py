@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import Any
@@ -95,6 +96,14 @@ def test_prometheus_collector(kit: Any) -> None:
     assert found["loraplex_pool_load_seconds_count"] == 1
     assert found["loraplex_pool_load_seconds_bucket+Inf"] == 1
     assert "secret" not in str(found)  # S31: metrics name no adapter
+
+
+def test_prometheus_collector_of_a_function(kit: Any) -> None:
+    """As for an attached model, whose statistics have more than its pool's."""
+    pool = kit.pool()
+    found = samples(lambda: dataclasses.replace(pool.stats(), outside_device=7, outside_host=9))
+    assert found["loraplex_pool_outside_device"] == 7
+    assert found["loraplex_pool_outside_host"] == 9
 
 
 def test_the_missing_extra_is_named(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,27 @@ def test_layers_an_adapter_lacks_wait_for_its_entries(kit: Any) -> None:
     assert ranks == [0]
 
 
+def test_every_stream_that_uses_a_lease_may_wait_for_it(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = kit.streams()
+    pool = kit.pool(max_adapters=1, timeline=streams)
+    pool.add("a", kit.adapter())
+    lease = pool.acquire(["a"], wait=False)
+    gates: list[tuple[str, int]] = []
+    current = "first"
+    monkeypatch.setattr(streams, "caller", lambda: current)
+    monkeypatch.setattr(streams, "gate", lambda mark: gates.append((current, mark)))
+    lease.wait()
+    lease.wait()
+    current = "second"
+    lease.wait()
+    assert [stream for stream, _ in gates] == ["first", "second"]
+    assert gates[0][1] == gates[1][1]
+    lease.release()
+    streams.drain()
+
+
 def test_a_second_lease_waits_for_a_load_under_way(kit: Any) -> None:
     streams = kit.streams()
     pool = kit.pool(max_adapters=2, timeline=streams)

@@ -92,3 +92,26 @@ def test_threads_that_use_reload_and_remove(kit: Any, tmp_path: Path) -> None:
     stats = pool.stats()
     assert (stats.registered, stats.resident, stats.retired, stats.leases) == (0, 0, 0, 0)
     assert (stats.device.used, stats.host.used, stats.disk.used) == (0, 0, 0)
+
+
+def test_threads_that_end_one_lease(kit: Any) -> None:
+    pool = kit.pool()
+    adapter = kit.adapter()
+    pool.add("a", adapter)
+    with pool.acquire(["a"]) as kept:
+        for _ in range(40):
+            lease = pool.acquire(["a"])
+            start = threading.Barrier(4)
+
+            def end(lease: Any = lease, start: threading.Barrier = start) -> None:
+                start.wait()
+                lease.release()
+
+            threads = [threading.Thread(target=end) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=30)
+            assert pool.info("a").leases == 1
+        assert pool.stats().leases == 1
+        kit.assert_slot(pool, kept.indices[0], adapter)

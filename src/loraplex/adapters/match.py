@@ -224,6 +224,11 @@ class _Matcher:
                 self.ignored.append(f"{name} (embedding)")
                 continue
             self._check_equal(name, (part.a.shape[1], part.b.shape[0]), parameter)
+            if part.a.shape[0] != part.b.shape[1]:
+                raise AdapterError(
+                    f"{self.adapter.path}: {name}: a has shape {tuple(part.a.shape)}, b "
+                    f"{tuple(part.b.shape)}: the ranks differ"
+                )
             placed[parameter.removesuffix(".weight")] = part
         return placed
 
@@ -250,6 +255,11 @@ class _Matcher:
             vocabulary = self.parameters[parameter][0]
             rows = max(vocabulary, max(part.indices, default=-1) + 1)
             self._check_equal(name, (rows, part.rows.shape[1]), parameter)
+            if part.rows.shape[0] != len(part.indices) or min(part.indices, default=0) < 0:
+                raise AdapterError(
+                    f"{self.adapter.path}: {name}: token rows must be one per token id from 0, "
+                    f"got shape {tuple(part.rows.shape)} for {list(part.indices)!r:.200}"
+                )
             placed[parameter.removesuffix(".weight")] = part
         return placed
 

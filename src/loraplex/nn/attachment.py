@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from loraplex.nn.parts import Part
 from loraplex.nn.residents import Residents, Served
 from loraplex.nn.rowwise import LoraEmbedding, Rowwise
 from loraplex.nn.step import Step, StepHolder
-from loraplex.pool import AdapterPool, Lease
+from loraplex.pool import AdapterPool, Lease, PoolStats
 
 # PEFT's spelling of a row without adapter.
 BASE = "__base__"
@@ -60,18 +61,38 @@ class Attachment:
         )
         parts = self._finder.find(matched, loaded.path)
         self.pool.add(name, loaded, matched=matched)
-        with self._lock:
-            for module in parts:
-                self._make_rowwise(module)
-            self._served[name] = Served(frozenset(matched), parts)
+        try:
+            with self._lock:
+                for module in parts:
+                    self._make_rowwise(module)
+                self._served[name] = Served(frozenset(matched), parts)
+        except BaseException:  # an interrupt, or a class of modules that cannot be replaced
+            self.pool.remove(name)
+            raise
 
     def remove(self, name: str) -> None:
         """See :meth:`AttachedModel.remove_adapter`."""
         self._known("name", name)
-        self.pool.remove(name)
         with self._lock:
-            served = self._served.pop(name)
+            # Unpublished before the pool frees the name for others: a step that looked it up
+            # sees the change, and whoever gives the name again publishes after this.
+            served = self._find("name", name)
+            names = list(self._served)
+            del self._served[name]
+            try:
+                self.pool.remove(name)
+            except BaseException:
+                self._served[name] = served
+                self._served = {other: self._served[other] for other in names}
+                raise
         self._residents.drop(served)
+
+    def stats(self) -> PoolStats:
+        """See :meth:`AttachedModel.adapter_stats`."""
+        host = sum(served.num_bytes for served in list(self._served.values()))
+        return dataclasses.replace(
+            self.pool.stats(), outside_host=host, outside_device=self._residents.num_bytes
+        )
 
     def restore_modules(self) -> None:
         """Put every module of the model back in its place."""
@@ -120,6 +141,8 @@ class Attachment:
         found: dict[str, list[tuple[Part, tuple[int, ...]]]] = {}
         resident = self._residents.fetch(served.values())
         for name, one in served.items():
+            if self._served.get(name) is not one:  # removed in between: only this step needs it
+                self._residents.drop(one)
             rows = tuple(row for row, other in enumerate(names) if other == name)
             for module, part in resident.get(one, {}).items():
                 found.setdefault(module, []).append((part, rows))

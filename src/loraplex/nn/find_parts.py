@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loraplex.adapters import EmbeddingLora, Matching, TokenRows
-from loraplex.adapters.adapter import cast_finite
+from loraplex.adapters.adapter import cast_finite, is_finite
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 from loraplex.nn.linear import LoraLinear
 from loraplex.nn.parts import EmbeddingDelta, Part, SavedWeights, TokenEmbedding, TokenLogits
@@ -94,15 +95,19 @@ class PartFinder:
                 "rank than max_rank"
             )
         weight = embedding.weight
+        scaling = lora.scaling * _multiple(embedding)
+        if not math.isfinite(scaling):
+            raise AdapterError(f"{label}: {name} has a scaling that is not finite, {scaling}")
         tensors = {
             "a": _private(lora.a.t(), weight, f"{label}: {name}.lora_embedding_A"),
             "b": _private(lora.b, weight, f"{label}: {name}.lora_embedding_B"),
         }
         if lora.magnitude is not None:
-            tensors["column_scale"] = column_scale(
-                weight.detach().t(), lora.a, lora.b, lora.scaling, lora.magnitude
-            )
-        return EmbeddingDelta(tensors, lora.scaling * _multiple(embedding))
+            scale = column_scale(weight.detach().t(), lora.a, lora.b, lora.scaling, lora.magnitude)
+            if not is_finite(scale):
+                raise AdapterError(f"{label}: the DoRA scale of {name} has values not finite")
+            tensors["column_scale"] = scale
+        return EmbeddingDelta(tensors, scaling)
 
     def _tokens(self, name: str, found: TokenRows, label: str) -> dict[str, Part]:
         embedding = self._check_embedding(name, "trainable tokens", label)
@@ -148,4 +153,6 @@ def _multiple(embedding: nn.Embedding) -> float:
 def _private(tensor: Tensor, like: Tensor | None, label: str) -> Tensor:
     """A copy in host memory, contiguous, in the dtype of the model's parameter."""
     assert like is not None, "match found the parameter"
+    if not is_finite(tensor):
+        raise AdapterError(f"{label} has NaN or infinity among its values")
     return cast_finite(tensor, like.dtype, label).clone(memory_format=torch.contiguous_format)

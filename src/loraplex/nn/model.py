@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from loraplex.adapters import Adapter
 from loraplex.errors import LoraplexError
+from loraplex.pool import AdapterInfo, PoolStats
 
 AdapterNames = Sequence[str | None]
 # transformers' own integration of PEFT would put its layers where ours stand.
@@ -70,6 +71,23 @@ class AttachedModel(nn.Module):
         """The names of the registered adapters, in the order of their arrival."""
         names: list[str] = self._loraplex.names()
         return names
+
+    def adapter_info(self, name: str) -> AdapterInfo:
+        """What is known of a registered adapter: its rank, bytes and base model, where it is.
+
+        Raises:
+            UnknownAdapterError: there is none of that name.
+        """
+        info: AdapterInfo = self._loraplex.pool.info(name)
+        return info
+
+    def adapter_stats(self) -> PoolStats:
+        """Bytes and counts of the pool, and the bytes of what adapters have beside it.
+
+        ``PoolCollector(model.adapter_stats)`` shows them to Prometheus.
+        """
+        stats: PoolStats = self._loraplex.stats()
+        return stats
 
     def list_adapters(self) -> list[str]:
         """The same as :meth:`adapter_names`."""

@@ -25,6 +25,11 @@ class Part(ABC):
     tensors: Mapping[str, Tensor]
     is_whole = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
     def to(self, device: torch.device) -> Part:
         """The same with its weights on a device."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}

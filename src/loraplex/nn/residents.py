@@ -24,6 +24,11 @@ class Served:
     layers: frozenset[str]
     parts: Mapping[str, Part]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.num_bytes for part in self.parts.values())
+
 
 class Residents:
     """Device copies of the parts of a few adapters.
@@ -63,6 +68,12 @@ class Residents:
                     # So that their memory is not reused under a step that other threads queued.
                     tensor.record_stream(stream)
         return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies that stay on the device."""
+        with self._lock:
+            return sum(served.num_bytes for served in self._resident)
 
     def drop(self, served: Served) -> None:
         """Forget the copies of an adapter that was removed."""

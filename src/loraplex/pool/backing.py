@@ -97,8 +97,13 @@ class Backing:
             self.drop(record)
 
     def drop(self, record: Record) -> None:
-        """Free all copies of a record that nothing holds; expects the lock."""
+        """Free all copies of a record that nothing holds; expects the lock.
+
+        A version that was removed while leases use it on the device comes here a second time.
+        """
         assert record.holds == 0
+        if record.host is None and record.file is None:
+            return
         self._drop_host(record)
         if self.disk is not None:
             self.disk.unreserve(record.num_bytes)

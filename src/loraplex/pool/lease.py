@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,15 +30,20 @@ class Lease:
         pool: AdapterPool,
         names: Sequence[str | None],
         records: dict[str, Record],
-        loading: list[Record],
     ) -> None:
         self.names = tuple(names)
         self._pool = pool
-        self._records = records
-        self._loading = dict.fromkeys(loading, -1)  # last arrival that was waited for
+        self._loading: tuple[Record, ...] = ()
+        self._waited: dict[tuple[Record, Hashable], int] = {}  # last arrival, per stream
         slots = {name: r.place.slot for name, r in records.items() if r.place is not None}
         self._indices = [-1 if name is None else slots[name] for name in names]
-        self._is_released = False
+        # Emptied by whoever releases first: threads may race to end a request.
+        self._held = [records]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the adapters were given up."""
+        return not self._held
 
     @property
     def indices(self) -> list[int]:
@@ -47,9 +52,12 @@ class Lease:
         Raises:
             PoolError: the lease was released, so the slots may hold other adapters by now.
         """
-        if self._is_released:
-            raise PoolError("the lease was released; its indices may belong to other adapters now")
+        self._check_held()
         return list(self._indices)
+
+    def expect(self, loading: Iterable[Record]) -> None:
+        """Note those of its adapters that are still on their way."""
+        self._loading = tuple(loading)
 
     def wait(self, layer: str | None = None) -> None:
         """Let the current stream wait for the adapters to arrive; the host does not wait.
@@ -60,23 +68,39 @@ class Lease:
 
         Args:
             layer: one of the pool's layers; all of them if None.
+
+        Raises:
+            PoolError: the lease was released.
+            ValueError: no such layer.
         """
+        self._check_held()
+        index = None if layer is None else self._pool.layer_index(layer)
         if not self._loading:
             return
-        index = None if layer is None else self._pool.layer_index(layer)
-        for record, done in self._loading.items():
+        timeline = self._pool.timeline
+        stream = timeline.caller()
+        for record in self._loading:
             place = record.place
             assert place is not None
             last = len(place.arrivals) - 1 if index is None else int(place.layer_arrivals[index])
-            if last > done:
-                self._pool.timeline.gate(place.arrivals[last])
-                self._loading[record] = last
+            if last > self._waited.get((record, stream), -1):
+                timeline.gate(place.arrivals[last])
+                self._waited[record, stream] = last
 
     def release(self) -> None:
         """Give the adapters up; a second call does nothing."""
-        if not self._is_released:
-            self._pool.end_lease(self._records.values())
-            self._is_released = True
+        if not self._held:
+            return
+        use = self._pool.timeline.mark_use()  # first: if it fails, nothing has changed
+        try:
+            records = self._held.pop()
+        except IndexError:
+            return
+        self._pool.end_lease(records.values(), use)
+
+    def _check_held(self) -> None:
+        if self.is_released:
+            raise PoolError("the lease was released; its indices may belong to other adapters now")
 
     def __enter__(self) -> Lease:
         return self
@@ -91,13 +115,13 @@ class Lease:
 
     def __del__(self) -> None:
         # Releasing here would take the pool's lock at an arbitrary moment; say so instead.
-        if not getattr(self, "_is_released", True):
+        if getattr(self, "_held", None):
             warnings.warn(
-                f"a lease on {len(self._records)} adapters was dropped without release",
+                f"a lease on {len(self._held[0])} adapters was dropped without release",
                 ResourceWarning,
                 stacklevel=2,
             )
 
     def __repr__(self) -> str:
-        state = "released" if self._is_released else f"indices={self._indices}"
-        return f"Lease({len(self._records)} adapters, {state})"
+        state = "released" if self.is_released else f"indices={self._indices}"
+        return f"Lease({len(set(self.names) - {None})} adapters, {state})"

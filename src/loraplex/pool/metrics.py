@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from loraplex.pool.stats import LATENCY_BOUNDS, Latencies, PoolStats
@@ -18,6 +18,8 @@ GAUGES = {
     "leases": "Leases that were not released",
     "slots": "Adapter slots of the tables",
     "largest_free_run": "Bytes of the longest run of free device pages",
+    "outside_host": "Host bytes of adapters beside the tiers (embeddings, whole modules)",
+    "outside_device": "Device bytes of adapters beside the tiers",
 }
 COUNTERS = {
     "hits": "Adapters acquired that were on the device",
@@ -39,7 +41,8 @@ class PoolCollector:
     """Yields a pool's statistics whenever Prometheus asks; names of adapters never appear.
 
     Args:
-        pool: what to report on.
+        pool: what to report on, or a function that returns its statistics: the ``adapter_stats``
+            of an attached model.
         labels: put on every sample, for processes with several pools.
 
     Example:
@@ -48,8 +51,8 @@ class PoolCollector:
             prometheus_client.REGISTRY.register(PoolCollector(pool, pool="main"))
     """
 
-    def __init__(self, pool: AdapterPool, /, **labels: str) -> None:
-        self._pool = pool
+    def __init__(self, pool: AdapterPool | Callable[[], PoolStats], /, **labels: str) -> None:
+        self._read = pool if callable(pool) else pool.stats
         self._names = list(labels)
         self._values = list(labels.values())
 
@@ -69,7 +72,7 @@ class PoolCollector:
             raise ImportError(
                 "the Prometheus collector needs prometheus_client: pip install 'loraplex[metrics]'"
             ) from error
-        stats = self._pool.stats()
+        stats = self._read()
         for name, text in GAUGES.items():
             gauge = core.GaugeMetricFamily(f"loraplex_pool_{name}", text, labels=self._names)
             gauge.add_metric(self._values, getattr(stats, name))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType, TracebackType
 
 import torch
 
 from loraplex.adapters import Adapter, LayerLora, LayerShape, match
-from loraplex.errors import PoolFullError
 from loraplex.pool.backing import Backing
 from loraplex.pool.device import DeviceTier
 from loraplex.pool.disk import DiskTier
@@ -26,7 +25,7 @@ from loraplex.pool.report import AdapterInfo, describe, snapshot
 from loraplex.pool.roster import Roster
 from loraplex.pool.sizing import choose_sizes
 from loraplex.pool.stats import Counters, PoolStats
-from loraplex.pool.timeline import Timeline, timeline_of
+from loraplex.pool.timeline import Mark, Timeline, timeline_of
 from loraplex.table import AdapterTable
 
 LINEAR_FEATURES = ("dora", "lora_bias", "bias")
@@ -208,13 +207,17 @@ class AdapterPool:
             strict: refuse an adapter of which a part matches no layer.
 
         Raises:
-            TypeError, ValueError: the name is not a non-empty string.
+            TypeError, ValueError: the name is not a non-empty string, or ``adapter`` no Adapter.
             AdapterExistsError: the name is taken and ``replace`` is false.
             AdapterError: the adapter does not fit the layers, ``max_rank`` or ``dtype``.
             UnsupportedAdapterError: it uses a feature this pool was not made for.
             PoolFullError: it is larger than a tier, or no room can be made for it.
         """
         check_name(name)
+        if not isinstance(adapter, Adapter):
+            raise TypeError(
+                f"adapter must be an Adapter (load_adapter makes one), got {type(adapter).__name__}"
+            )
         roster = self._roster
         with roster.lock:
             roster.check_addable(name, replace)
@@ -223,7 +226,7 @@ class AdapterPool:
             base_model = self._base_model
             matched = match(adapter, self.layers, base_model=base_model, strict=strict)
         manifest, image = self._packer.pack(matched)
-        self._check_size(manifest.layout.num_pages)
+        roster.check_size(manifest.layout.num_pages)
         pages = roster.backing.store(image)
         record = Record(name, manifest, str(adapter.path or ""), adapter.spec.base_model)
         try:
@@ -264,9 +267,14 @@ class AdapterPool:
         """
         wanted = check_names(names)
         records = self._roster.acquire(wanted)
-        lease = Lease(self, wanted, records, self._roster.loading(records.values()))
-        if wait:
-            lease.wait()
+        lease = Lease(self, wanted, records)
+        try:
+            lease.expect(self._roster.loading(records.values()))
+            if wait:
+                lease.wait()
+        except BaseException:
+            lease.release()
+            raise
         return lease
 
     def prefetch(self, names: Sequence[str]) -> Future[None]:
@@ -284,7 +292,7 @@ class AdapterPool:
             return self._loader.submit(self._prefetch, wanted)
 
     def _prefetch(self, names: Sequence[str | None]) -> None:
-        self._roster.release(self._roster.acquire(names).values(), is_used=False)
+        self._roster.release(self._roster.acquire(names).values(), None)
 
     def is_ready(self, name: str) -> bool:
         """Whether all of an adapter is on the device now, so that acquiring it delays no step.
@@ -305,7 +313,7 @@ class AdapterPool:
         records = self._roster.acquire([name]).values()
         with self._roster.lock:
             self._roster.set_pinned(records, True)
-        self._roster.release(records, is_used=False)
+        self._roster.release(records, None)
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again.
@@ -340,9 +348,9 @@ class AdapterPool:
         with self._roster.lock:
             return self._roster.backing.host.trim()
 
-    def end_lease(self, records: Collection[Record]) -> None:
+    def end_lease(self, records: Collection[Record], use: tuple[Hashable, Mark]) -> None:
         """What :meth:`Lease.release` calls."""
-        self._roster.release(records, is_used=True)
+        self._roster.release(records, use)
 
     def close(self) -> None:
         """Stop background loading and delete the disk tier; the pool cannot be used afterwards.
@@ -383,13 +391,3 @@ class AdapterPool:
             f"slots, {len(self.layers)} layers, page_bytes={device.arena.shape[1]}, "
             f"device={str(self.device)!r})"
         )
-
-    def _check_size(self, num_pages: int) -> None:
-        """Refuse at once what could never be acquired."""
-        device, host = self._roster.device, self._roster.backing.host
-        if num_pages > device.allocator.num_pages or not host.can_ever_hold(num_pages):
-            page_bytes = host.page_bytes
-            raise PoolFullError(
-                f"the adapter takes {num_pages * page_bytes} bytes, more than the whole arena "
-                f"({device.arena.numel()} bytes) or the host budget"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from loraplex.errors import AdapterExistsError, PoolError, PoolFullError, UnknownAdapterError
 from loraplex.pool.backing import Backing
@@ -11,7 +11,7 @@ from loraplex.pool.device import DeviceTier
 from loraplex.pool.pages import IntArray
 from loraplex.pool.record import Record
 from loraplex.pool.stats import Counters
-from loraplex.pool.timeline import Timeline
+from loraplex.pool.timeline import Mark, Timeline
 
 
 class Roster:
@@ -66,6 +66,15 @@ class Roster:
                 f"replace=True takes its place"
             )
 
+    def check_size(self, num_pages: int) -> None:
+        """Refuse at once what could never be acquired; needs no lock."""
+        arena, host = self.device.arena, self.backing.host
+        if num_pages > len(arena) or not host.can_ever_hold(num_pages):
+            raise PoolFullError(
+                f"the adapter takes {num_pages * host.page_bytes} bytes, more than the whole arena "
+                f"({arena.numel()} bytes) or the host budget"
+            )
+
     def register(self, record: Record, pages: IntArray, replace: bool) -> str | None:
         """Publish a version whose weights lie in host pages, retiring the one it replaces.
 
@@ -114,7 +123,7 @@ class Roster:
         try:
             self._fetch(missing)
         except BaseException:
-            self.release(records.values(), is_used=False)
+            self.release(records.values(), None)
             raise
         return records
 
@@ -123,17 +132,27 @@ class Roster:
         with self.lock:
             return [r for r in records if not self.device.check_ready(r)]
 
-    def release(self, records: Iterable[Record], *, is_used: bool) -> None:
-        """End the use of adapters; what the current stream holds by now may still read them."""
+    def release(self, records: Collection[Record], use: tuple[Hashable, Mark] | None) -> None:
+        """End the use of adapters, all of them even if one cannot be taken off the device.
+
+        Args:
+            records: what :meth:`acquire` returned.
+            use: stream and end of the work that may still read them, None if there is none.
+        """
         with self.lock:
-            if is_used:
-                stream, mark = self._timeline.mark_use()
             self.counters.leases -= 1
             for record in records:
-                if is_used:
-                    record.last_use[stream] = mark
+                if use is not None:
+                    record.last_use[use[0]] = use[1]
                 record.users -= 1
-                self._settle(record)
+            failures: list[Exception] = []
+            for record in records:
+                try:
+                    self._settle(record)
+                except Exception as error:  # noqa: PERF203
+                    failures.append(error)
+            if failures:
+                raise failures[0]
 
     def _enroll(self, names: Sequence[str | None]) -> dict[str, Record]:
         """Look every name up before anything changes, then count a user for each."""
@@ -161,7 +180,10 @@ class Roster:
                 self.backing.stage(record)
             with self.lock:
                 absent = [r for r in missing if r.place is None]
-                self.device.make_room(absent)
+                try:
+                    self.device.make_room(absent)
+                finally:
+                    self._sweep()
                 for record in absent:
                     self.device.load(record, self.backing.host)
         finally:
@@ -181,6 +203,7 @@ class Roster:
         """Put a version where its users, its pin and its holds allow it to be."""
         if record.users == 0 and record.place is not None:
             if record.is_retired:
+                self.device.idle[record] = None  # where the next load finds it if this fails
                 self.device.evict(record)
             elif not record.is_pinned:
                 self.device.idle[record] = None
@@ -189,3 +212,8 @@ class Roster:
                 self.backing.drop(record)
             if record.users == 0:
                 self.retired.pop(record, None)
+
+    def _sweep(self) -> None:
+        """Finish the versions that were retired while the device did not let them go."""
+        for record in [r for r in self.retired if r.users == 0 and r.place is None]:
+            self._settle(record)

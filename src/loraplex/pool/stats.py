@@ -102,6 +102,8 @@ class PoolStats:
         loads: copies to the device; loaded_bytes: bytes of their pages.
         load_seconds: host to device, first byte to last, on the copy stream.
         disk_seconds: disk to host.
+        outside_host, outside_device: bytes that an attached model keeps beside the tiers, for what
+            adapters have other than LoRA on linear layers; 0 for a pool alone.
     """
 
     registered: int
@@ -124,6 +126,8 @@ class PoolStats:
     loaded_bytes: int
     load_seconds: Latencies
     disk_seconds: Latencies
+    outside_host: int = 0
+    outside_device: int = 0
 
 
 @dataclass

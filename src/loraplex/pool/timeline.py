@@ -39,6 +39,9 @@ class Timeline(Protocol):
     def mark(self) -> Mark:
         """The end of what is on the copy stream now."""
 
+    def caller(self) -> Hashable:
+        """The caller's stream."""
+
     def mark_use(self) -> tuple[Hashable, Mark]:
         """The caller's stream, and the end of what is on it now."""
 
@@ -81,6 +84,9 @@ class HostTimeline:
 
     def mark(self) -> Mark:  # noqa: D102
         return time.perf_counter()
+
+    def caller(self) -> Hashable:  # noqa: D102
+        return None
 
     def mark_use(self) -> tuple[Hashable, Mark]:  # noqa: D102
         return None, time.perf_counter()
@@ -138,6 +144,9 @@ class CudaTimeline:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
+
+    def caller(self) -> Hashable:  # noqa: D102
+        return torch.cuda.current_stream(self._device).cuda_stream
 
     def mark_use(self) -> tuple[Hashable, Mark]:  # noqa: D102
         stream = torch.cuda.current_stream(self._device)
