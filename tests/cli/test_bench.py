@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 import loraplex as lp
+from loraplex.cli import bench
 from loraplex.cli.main import main
 
 SMALL = ["--m", "5", "--k", "64", "--n", "96", "--r", "4", "--warmup", "1", "--repeat", "2"]
@@ -65,15 +67,60 @@ def test_wrong_result_has_no_time_and_exit_code_1(
     assert "No summary: a result is wrong." in out
 
 
-@pytest.mark.parametrize("name", ["m", "k", "n", "r"])
-def test_sizes_must_be_positive(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "steps", f"--{name}", "0"]) == 2
-    assert capsys.readouterr().err == f"loraplex bench: {name} must be at least 1, got 0\n"
+@pytest.mark.parametrize("value", ["0", "-8", "1.5", "many", "", "99999999999999999999"])
+@pytest.mark.parametrize("name", ["m", "k", "n", "r", "repeat"])
+def test_sizes_must_be_positive(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "steps", f"--{name}", value])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert f"argument --{name}: must be a whole number from 1, got {value!r}" in captured.err
+    assert captured.out == ""
 
 
-def test_repeat_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "steps", "--repeat", "0"]) == 2
-    assert "repeat must be >= 1" in capsys.readouterr().err
+def test_warmup_may_be_0_but_not_less(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "steps", *SMALL, "--warmup", "0"]) == 0
+    with pytest.raises(SystemExit):
+        main(["bench", "steps", "--warmup", "-1"])
+    assert "argument --warmup: must be a whole number from 0, got '-1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "x.foo"], "--plot must end in .png, .svg, .pdf, got 'x.foo'"),
+        (["--plot", "x"], "--plot must end in .png, .svg, .pdf, got 'x'"),
+        (["--plot", "FOLDER"], "--plot must end in .png, .svg, .pdf, got"),
+        (["--plot", "FOLDER.png"], "--plot must be a file, got the folder"),
+        (["--json", "FOLDER"], "--json must be a file, got the folder"),
+        (["--json", "FILE/x.json"], "--json must be in a folder that can be written, got"),
+        (["--plot", "FILE/deep/x.png"], "--plot must be in a folder that can be written, got"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    words: list[str], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def measure(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(bench, "run_ladder", measure)
+    (tmp_path / "FILE").touch()
+    for name in ("FOLDER", "FOLDER.png"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "steps", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["FILE", "FOLDER", "FOLDER.png"]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "run_ladder", None)
+    assert main(["bench", "steps", "--plot", "x.png"]) == 2
+    assert "--plot needs matplotlib: pip install 'loraplex[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.interpreter

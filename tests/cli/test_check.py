@@ -90,6 +90,14 @@ def test_an_exception_is_a_failure_and_a_refusal_is_not(
     assert "FAILED one_launch" not in out
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "check_case", None)
+    assert main(["check", "--json", str(tmp_path)]) == 2
+    assert "--json must be a file, got the folder" in capsys.readouterr().err
+
+
 def test_negative_number_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--cases", "-1"]) == 2
     assert "--cases must not be negative, got -1" in capsys.readouterr().err

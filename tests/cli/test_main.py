@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from loraplex.cli import main as cli
 from loraplex.errors import AdapterError
@@ -74,6 +75,42 @@ def test_errors_are_one_line(
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     _replace_command(monkeypatch, ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
+        cli.main(["env"])
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "not enough memory."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "not enough memory. CUDA out of me"),
+    ],
+)
+def test_too_much_memory_is_one_line(
+    error: Exception,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _replace_command(monkeypatch, error)
+    assert cli.main(["env"]) == 2
+    assert capsys.readouterr().err.startswith(f"loraplex env: {line}")
+
+
+def test_too_much_memory_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    _replace_command(monkeypatch, caught.value)
+    assert cli.main(["env"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("loraplex env: not enough memory. ")
+    assert err.count("\n") == 1
+
+
+def test_another_runtime_error_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    _replace_command(monkeypatch, RuntimeError("illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
         cli.main(["env"])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.cli import suite
 from loraplex.cli.main import main
 
 
@@ -44,6 +45,36 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
 
     assert main(["bench", "suite", *words]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+@pytest.mark.parametrize("command", [["bench", "suite"], ["tune"]], ids="-".join)
+def test_shards_are_whole_numbers_from_1(
+    command: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--tp", value])
+    assert stop.value.code == 2
+    assert f"--tp: must be a whole number from 1, got {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("json", "", "--json must be a file, got the folder"),
+        ("html", "", "--html must be a file, got the folder"),
+        ("plot", "file", "--plot must be a folder, got the file"),
+        ("plot", "file/deep", "--plot must be in a folder that can be written"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_first(
+    name: str, path: str, message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(suite, "run_case", None)
+    (tmp_path / "file").touch()
+    assert main(["bench", "suite", f"--{name}", str(tmp_path / path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

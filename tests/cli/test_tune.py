@@ -58,6 +58,9 @@ def test_interrupted_run_goes_on(
     [
         (["--m", "1,x"], "--m must be positive whole numbers, got 'x'"),
         (["--m", "0"], "--m must be positive whole numbers, got '0'"),
+        (["--m", ""], "--m must be positive whole numbers, got ''"),
+        (["--layers", ""], "--layers must be of qkv, o, gate_up, down, got ''"),
+        (["--out", __file__], "--out must be a folder, got the file"),
         (["--rank", "0"], "--rank must be at least 1, got 0"),
         (["--rank", "12"], "--rank must be a multiple of 8, got 12"),
         (["--layers", "qkv,up"], "--layers must be of qkv, o, gate_up, down, got 'up'"),

@@ -65,6 +65,21 @@ def test_without_peft_the_proof_is_skipped_and_said_so(
     assert "PROVED" not in out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", ""], "--prompt must not be empty, got ''"),
+        (["--prompt", "word " * 400], "--prompt must have at most 160 tokens, got "),
+        (["--device", "meta"], "--device 'meta' cannot be used here: it holds no values"),
+        (["--device", "nowhere"], "--device 'nowhere' cannot be used here"),
+    ],
+    ids=["empty", "long", "meta", "nowhere"],
+)
+def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_rich_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     render._print_rich([render.Column("[a]")], [["[/x] :key: [red]"]], "[bold]", [])

@@ -130,7 +130,7 @@ def test_a_broken_request_file_of_deep_json_is_one_error() -> None:
         (["--adapter", "a=no/such/folder"], "no/such/folder"),
         (["--adapter", "__base__=no/such/folder"], "no/such/folder"),
         (["--model", "no/such/model"], "no/such/model is not a model folder"),
-        (["--device", "meta"], "has its weight on the meta device"),
+        (["--device", "meta"], "--device 'meta' cannot be used here: it holds no values"),
         (["--device", "nonsense"], "--device 'nonsense' cannot be used here"),
         (["--requests", "no/such/file"], "no/such/file"),
     ],

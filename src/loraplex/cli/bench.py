@@ -18,6 +18,7 @@ from loraplex.bench.plot import save_plot
 from loraplex.bench.steps import Ladder, Row, num_pieces, run_ladder
 from loraplex.bench.timing import Timing
 from loraplex.cli import suite
+from loraplex.cli.arguments import PICTURES, check_file, check_picture, whole
 from loraplex.cli.render import Column, print_table, progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,12 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ):
         steps.add_argument(
             f"--{name}",
-            type=int,
+            type=whole(0 if name == "warmup" else 1),
             help=f"{meaning} (default {GPU_SIZE[name]}; without a GPU {CPU_SIZE[name]})",
         )
     steps.add_argument("--dtype", choices=DTYPES, default="float16", help="default float16")
     steps.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to a file")
-    steps.add_argument("--plot", type=Path, metavar="FILE", help="draw the ladder: png, svg, pdf")
+    steps.add_argument(
+        "--plot", type=Path, metavar="FILE", help=f"draw the ladder: {', '.join(PICTURES)}"
+    )
     suite.add_parser(workloads)
 
 
@@ -67,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_steps(args: argparse.Namespace) -> int:
     """The ladder of one layer."""
+    check_file("--json", args.json)
+    check_picture("--plot", args.plot)
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         env.use_interpreter()

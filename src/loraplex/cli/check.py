@@ -25,6 +25,7 @@ from loraplex.bench.cases import (
 from loraplex.bench.header import make_header
 from loraplex.bench.timing import capture
 from loraplex.bench.verdict import judge
+from loraplex.cli.arguments import check_file
 from loraplex.cli.bench import write_json
 from loraplex.cli.render import Column, print_table, progress
 from loraplex.ops.impls import TRITON_IMPLS, why_no_triton
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """Check, print a table, and return 1 if anything failed."""
     if args.cases < 0:
         raise ValueError(f"--cases must not be negative, got {args.cases}")
+    check_file("--json", args.json)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     interpreted = 0

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype)
     prompts = args.prompt or list(PROMPTS)
+    if "" in prompts:
+        raise ValueError("--prompt must not be empty, got ''")
     adapters = demo_adapters()
     rows = [(prompt, adapter) for prompt in prompts for adapter in (None, *adapters)]
     print(
@@ -91,6 +93,11 @@ def _serve(
     from loraplex.nn import attach
 
     base, tokenizer, _ = load_demo_model(dtype=dtype, device=device)
+    most = base.config.max_position_embeddings - LIMIT
+    for prompt, _ in rows:
+        length = len(tokenizer(prompt)["input_ids"])
+        if length > most:
+            raise ValueError(f"--prompt must have at most {most} tokens, got {length}")
     model = attach(base, max_adapters=len(adapters), impl=impl)
     for name, path in adapters.items():
         model.add_adapter(name, path)

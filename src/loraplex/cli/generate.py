@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from loraplex.cli.arguments import whole
+
 if TYPE_CHECKING:
     from loraplex.engines.transformers import Generator, Request, RequestError
 
@@ -40,9 +42,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--requests", required=True, metavar="FILE.jsonl", help="'-' for stdin")
     parser.add_argument("--out", default="-", metavar="FILE.jsonl", help="stdout if left out")
-    parser.add_argument("--batch-size", type=_positive, default=16, metavar="N")
+    parser.add_argument("--batch-size", type=whole(1), default=16, metavar="N")
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="if a request has none"
+        "--max-new-tokens", type=whole(1), default=64, metavar="N", help="if a request has none"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as in the model")
     parser.add_argument("--device", default="auto", help="auto: the GPU if there is one")
@@ -201,6 +203,8 @@ def pick_device(name: str) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name!r} cannot be used here: {error}") from None
+    if device.type == "meta":
+        raise ValueError(f"--device {name!r} cannot be used here: it holds no values")
     return device
 
 
@@ -243,10 +247,3 @@ def _writable(path: str) -> Iterator[TextIO]:
         return
     with open(path, "w", encoding="utf-8") as file:
         yield file
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return value

@@ -59,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"loraplex {name}: {_one_line(error)}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if env.is_debug() or not _is_out_of_memory(error):
+            raise
+        first = str(error).partition("\n")[0]
+        print(f"loraplex {name}: not enough memory. {first}".strip(), file=sys.stderr)
+        return 2
 
 
 def _load(name: str) -> Command:
@@ -79,6 +85,14 @@ def _parser(name: str | None, module: Command | None) -> argparse.ArgumentParser
         else:
             subparsers.add_parser(other, help=summary)
     return parser
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch says so with a class of its own on a GPU, and with a sentence on the host."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+    )
 
 
 def _one_line(error: BaseException) -> str:

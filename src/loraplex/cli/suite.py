@@ -28,6 +28,7 @@ from loraplex.bench.suite import (
 )
 from loraplex.bench.suite_peers import peers
 from loraplex.bench.suite_providers import Provider, providers
+from loraplex.cli.arguments import check_file, check_folder, check_matplotlib, whole
 from loraplex.cli.render import Column, Progress, print_table, progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +51,9 @@ def add_parser(workloads: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="llama-3-8b",
         help=f"{', '.join(CONFIGS)}, or a config.json (default llama-3-8b)",
     )
-    parser.add_argument("--tp", type=int, default=0, help="tensor-parallel degree of a config.json")
+    parser.add_argument(
+        "--tp", type=whole(1), default=0, help="tensor-parallel degree of a config.json"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
     parser.add_argument(
         "--cases",
@@ -77,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
     has_gpu = torch.cuda.is_available()
     if args.repeat < 1:
         raise ValueError(f"--repeat must be at least 1, got {args.repeat}")
+    for name in ("json", "html"):
+        check_file(f"--{name}", getattr(args, name))
+    check_folder("--plot", args.plot)
+    if args.plot:
+        check_matplotlib("--plot")
     model = find_model(args.model, args.tp)
     curves = find_curves(args.curves, CURVES if has_gpu else TINY_CURVES)
     cases: Sequence[Case] = CASES

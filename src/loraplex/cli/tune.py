@@ -16,6 +16,7 @@ from loraplex.bench.layers_batch import Batch
 from loraplex.bench.tune import Search, default_workers, tune
 from loraplex.bench.tune_journal import Journal
 from loraplex.bench.tune_table import Winner, make_rules, write_table
+from loraplex.cli.arguments import check_folder, whole
 from loraplex.cli.render import Column, print_table, progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="llama-3-8b",
         help=f"{', '.join(CONFIGS)}, or a config.json (default llama-3-8b)",
     )
-    parser.add_argument("--tp", type=int, default=0, help="tensor-parallel degree of a config.json")
+    parser.add_argument(
+        "--tp", type=whole(1), default=0, help="tensor-parallel degree of a config.json"
+    )
     parser.add_argument("--layers", help="only these of qkv,o,gate_up,down")
     parser.add_argument("--m", help=f"batch sizes (default {','.join(map(str, SIZES))})")
     parser.add_argument("--adapters", type=int, default=8, help="slots of the pool (default 8)")
@@ -52,7 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out", type=Path, metavar="DIR", help="default: where tables of one's own are"
     )
     parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
-    parser.add_argument("--workers", type=int, help="compiling processes (default: one per core)")
+    parser.add_argument(
+        "--workers", type=whole(0), help="compiling processes (default: one per core)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)
         print(NO_GPU + "\n")
     batches = make_batches(args, has_gpu=has_gpu)
+    check_folder("--out", args.out)
     folder = args.out or (env.tuning_dir() if has_gpu else None)
     if folder is None and has_gpu:
         raise ValueError("--out must name a folder, since LORAPLEX_TUNING_DIR is set to nothing")
@@ -109,9 +115,9 @@ def make_batches(args: argparse.Namespace, *, has_gpu: bool) -> list[Batch]:
         # ranks are stored in multiples of eight, and rules are for pools that do so
         raise ValueError(f"--rank must be a multiple of 8, got {args.rank}")
     model = find_model(args.model, args.tp)
-    sizes = parse_sizes("--m", args.m) if args.m else SIZES
+    sizes = SIZES if args.m is None else parse_sizes("--m", args.m)
     layers = model.layers
-    if args.layers:
+    if args.layers is not None:
         names = args.layers.split(",")
         known = {layer.name: layer for layer in layers}
         for name in names:
