@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from loraplex import AdapterError, UnsupportedAdapterError
-from loraplex.adapters import Adapter, AdapterSpec, LayerShape, ModuleLora
+from loraplex.adapters import Adapter, AdapterSpec, LayerLora, LayerShape, ModuleLora
 from loraplex.pool.fold import column_scale
 
 
@@ -191,3 +192,50 @@ def test_an_adapter_that_matches_nothing_is_refused(kit: Any) -> None:
     pool = kit.pool(layers={"head": LayerShape.plain(20, 7)})
     with pytest.raises(AdapterError, match=r"head"):
         pool.add("a", kit.adapter())
+
+
+@pytest.mark.parametrize(
+    ("matched", "error", "said"),
+    [
+        ({"layers.9.down": LayerLora((None,))}, ValueError, r"6 of them\), got 'layers\.9\.down'"),
+        ({"layers.0.qkv": LayerLora((None,))}, ValueError, "must have 3 slices, got 1"),
+        ({"layers.0.down": LayerLora((None,) * 2)}, ValueError, "must have 1 slices, got 2"),
+        ({"layers.0.down": None}, TypeError, "must be a LayerLora, got NoneType"),
+    ],
+    ids=["layer", "few", "many", "kind"],
+)
+def test_nothing_of_what_was_matched_is_left_out(
+    kit: Any, matched: Any, error: type[Exception], said: str
+) -> None:
+    pool = kit.pool()
+    with pytest.raises(error, match=said):
+        pool.add("a", kit.adapter(), matched=matched)
+    assert pool.names() == []
+    assert pool.stats().host.used == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"a": torch.ones(8, 20, dtype=torch.complex64)}, AdapterError, "dtype .*, got complex64"),
+        ({"b": torch.ones(20, 8, dtype=torch.int32)}, AdapterError, "dtype .*, got int32"),
+        ({"a": torch.ones(8, 20).to(torch.float8_e4m3fn)}, AdapterError, "got float8_e4m3fn"),
+        ({"a": torch.ones(8, 20, device="meta")}, AdapterError, "on the meta device"),
+        ({"a": torch.ones(8, 20).numpy()}, TypeError, "must be a torch.Tensor, got ndarray"),
+        ({"bias": torch.ones(20, dtype=torch.bool)}, AdapterError, "dtype .*, got bool"),
+        ({"b": torch.ones(20, 7)}, ValueError, r"lora_B must have shape \[20, 8\], got \(20, 7\)"),
+        ({"scaling": 1e39}, AdapterError, r"scaling that is not finite in float32, 1e\+39"),
+    ],
+    ids=["complex", "int", "float8", "meta", "numpy", "bool-bias", "ranks", "scaling"],
+)
+def test_modules_that_no_folder_could_give_are_refused(
+    kit: Any, change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    pool = kit.pool(has_bias=True, base_bias=lambda layer: None)
+    adapter = kit.adapter(modules=("q",))
+    name = "layers.0.q"
+    broken = {**adapter.modules, name: dataclasses.replace(adapter.modules[name], **change)}
+    with pytest.raises(error, match=said):
+        pool.add("a", dataclasses.replace(adapter, modules=broken))
+    assert pool.names() == []
+    assert pool.stats().host.used == 0

@@ -245,11 +245,23 @@ def test_adding_a_taken_name_is_refused(kit: Any) -> None:
             {"disk_dir": ".", "host_bytes": 1 << 30, "disk_bytes": 1},
             "disk_bytes must be at least host_bytes",
         ),
+        ({"disk_dir": "no/such/folder", "host_bytes": 1 << 30}, "disk_dir must be a folder that"),
+        ({"device": "nowhere"}, "device 'nowhere' cannot be used here"),
+        ({"device": "meta"}, "device must have memory, got 'meta'"),
+        ({"layers": {"q": (8, 8)}}, r"layers must map names to LayerShape, got 'q': \(8, 8\)"),
+        ({"layers": {3: LayerShape.plain(8, 8)}}, "layers must map names to LayerShape, got 3"),
+        ({"base_weight": 3}, "base_weight must be a function"),
+        ({"base_bias": torch.ones(3)}, "base_bias must be a function"),
     ],
 )
 def test_bad_sizes_are_refused(kit: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         kit.pool(**options)
+
+
+def test_an_arena_that_cannot_be_had_is_named(kit: Any) -> None:
+    with pytest.raises(PoolError, match=r"no memory for an arena of \d+ bytes \(device_bytes\)"):
+        kit.pool(device_bytes=1 << 60)
 
 
 def test_layers_are_required_and_known(kit: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loraplex.adapters import LayerShape
-from loraplex.errors import PoolFullError
+from loraplex.errors import PoolError, PoolFullError
 from loraplex.pool.host import HostTier
 from loraplex.pool.layout import ALIGNMENT
 from loraplex.pool.pages import PageAllocator
@@ -183,6 +183,11 @@ class DeviceTier:
 
 def _aligned_bytes(count: int, device: torch.device) -> Tensor:
     """Uninitialised memory that starts on a cache line."""
-    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device=device)
+    try:
+        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise PoolError(
+            f"{device} has no memory for an arena of {count} bytes (device_bytes): {error!s:.200}"
+        ) from error
     skip = -memory.data_ptr() % ALIGNMENT
     return memory[skip : skip + count]

@@ -35,6 +35,8 @@ class DiskTier:
     def __init__(self, parent: str | os.PathLike[str], budget: int | None) -> None:
         self.budget = budget
         self.num_reserved = 0
+        if not os.path.isdir(parent):
+            raise ValueError(f"disk_dir must be a folder that exists, got {str(parent)!r}")
         self.folder = Path(tempfile.mkdtemp(prefix="loraplex-pool-", dir=parent))
         self._next = 0
         self._finalizer = weakref.finalize(self, shutil.rmtree, str(self.folder), True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraplex.adapters import LayerLora, LayerShape, ModuleLora
-from loraplex.checks import check_shape, dtype_name
+from loraplex.checks import REFERENCE_DTYPES, check_shape, check_tensor, dtype_name
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 from loraplex.pool.fold import adapter_bias, column_scale
 from loraplex.pool.layout import Layout, lay_out, padded_rank, row_stride
@@ -29,6 +29,8 @@ from loraplex.table import (
     RANK,
     SCALING,
 )
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 LayerTensor = Callable[[str], Tensor]
 LayerTensorOrNone = Callable[[str], "Tensor | None"]
@@ -95,9 +97,11 @@ class Packer:
             The manifest and uint8 [num_pages, page_bytes]; every byte that no piece owns is zero.
 
         Raises:
+            TypeError, ValueError: something else than ``match`` makes for these layers.
             AdapterError: a rank above ``max_rank``, or values that are not finite in ``dtype``.
             UnsupportedAdapterError: DoRA or biases for which the pool was not prepared.
         """
+        self._check_matched(matched)
         widest = max(len(shape.slices) for shape in self.layers.values())
         records = np.zeros((len(self.layers), widest, ENTRY_FIELDS), dtype=np.int64)
         pieces: list[Tensor] = []
@@ -152,14 +156,34 @@ class Packer:
             pieces[BIAS_PTR] = _finite(module, "bias", bias)
         return pieces
 
+    def _check_matched(self, matched: Mapping[str, LayerLora]) -> None:
+        """Nothing of an adapter may be left out because it is for other layers."""
+        for name, lora in matched.items():
+            if not isinstance(lora, LayerLora):
+                raise TypeError(f"matched[{name!r}] must be a LayerLora, got {type(lora).__name__}")
+            if name not in self.layers:
+                raise ValueError(
+                    f"matched must hold layers of the pool ({len(self.layers)} of them), "
+                    f"got {name!r}"
+                )
+            count = len(self.layers[name].slices)
+            if len(lora.slices) != count:
+                raise ValueError(
+                    f"matched[{name!r}] must have {count} slices, got {len(lora.slices)}"
+                )
+
     def _check_module(self, shape: LayerShape, width: int, module: ModuleLora) -> None:
+        for field in ("a", "b", "magnitude", "lora_bias", "bias"):
+            _check_weights(f"{module.name}.{field}", getattr(module, field))
         if module.rank > self.max_rank:
             raise AdapterError(
                 f"rank {module.rank} > {self.max_rank}: module {module.name!r} has a larger rank "
                 f"than the pool's max_rank"
             )
-        if not math.isfinite(module.scaling):
-            raise AdapterError(f"{module.name} has a scaling that is not finite, {module.scaling}")
+        if not abs(module.scaling) <= FLOAT32_MAX:
+            raise AdapterError(
+                f"{module.name} has a scaling that is not finite in float32, {module.scaling}"
+            )
         check_shape(f"{module.name}.lora_A", module.a, [module.rank, shape.in_features])
         check_shape(f"{module.name}.lora_B", module.b, [width, module.rank])
         for name in ("magnitude", "lora_bias", "bias"):
@@ -221,6 +245,18 @@ class Packer:
                 check_shape(f"base_bias({layer!r})", layer_bias, [sum(shape.slices)])
                 layer_bias = layer_bias[start : start + width]
         return adapter_bias(module.lora_bias, module.scaling, scale, module.bias, layer_bias)
+
+
+def _check_weights(name: str, value: Tensor | None) -> None:
+    """A folder gives dense tensors of real numbers; an Adapter that was built by hand may not."""
+    if value is None:
+        return
+    check_tensor(name, value)
+    if value.dtype not in REFERENCE_DTYPES:
+        names = ", ".join(map(dtype_name, REFERENCE_DTYPES))
+        raise AdapterError(f"{name} must have dtype {names}, got {dtype_name(value.dtype)}")
+    if value.device.type == "meta":
+        raise AdapterError(f"{name} must have values, got a tensor on the meta device")
 
 
 def _record(shape: LayerShape, module: ModuleLora) -> IntArray:

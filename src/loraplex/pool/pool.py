@@ -23,7 +23,7 @@ from loraplex.pool.pack import LayerTensor, LayerTensorOrNone, Packer
 from loraplex.pool.record import Record
 from loraplex.pool.report import AdapterInfo, describe, snapshot
 from loraplex.pool.roster import Roster
-from loraplex.pool.sizing import choose_sizes
+from loraplex.pool.sizing import check_device, choose_sizes
 from loraplex.pool.stats import Counters, PoolStats
 from loraplex.pool.timeline import Mark, Timeline, timeline_of
 from loraplex.table import AdapterTable
@@ -64,6 +64,7 @@ class AdapterPool:
 
     Raises:
         TypeError, ValueError: an argument breaks these rules.
+        PoolError: the device has no memory for the arena.
 
     Example:
         >>> import torch, loraplex as lp
@@ -94,7 +95,7 @@ class AdapterPool:
         timeline: Timeline | None = None,
     ) -> None:
         self.layers: Mapping[str, LayerShape] = MappingProxyType(dict(layers))
-        self.device = torch.empty(0, device=device).device  # cuda as cuda:0
+        self.device = check_device(device)
         self.dtype, self.max_adapters, self.max_rank = dtype, max_adapters, max_rank
         sizes = choose_sizes(
             self.layers,
@@ -110,6 +111,11 @@ class AdapterPool:
         )
         self._layer_index = {name: i for i, name in enumerate(self.layers)}
         self._base_model = base_model
+        for name, function in (("base_weight", base_weight), ("base_bias", base_bias)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"{name} must be a function of a layer's name, got {function!r:.80}"
+                )
         self._packer = Packer(
             self.layers,
             dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,8 +52,7 @@ def choose_sizes(
     """
     check_int("max_adapters", max_adapters, 1)
     check_int("max_rank", max_rank, 1)
-    if not layers:
-        raise ValueError("layers must name at least one layer, got none")
+    _check_layers(layers)
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
     page = _page_bytes(layers, dtype.itemsize, max_rank, page_bytes)
@@ -70,11 +70,34 @@ def choose_sizes(
     return Sizes(page, arena, host_bytes, disk_bytes)
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """The device with its index, ``cuda`` as ``cuda:0``.
+
+    Raises:
+        ValueError: no such device here, or one without memory.
+    """
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used here: {error!s:.200}") from error
+    if found.type == "meta":
+        raise ValueError("device must have memory, got 'meta'")
+    return found
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of a device that is free now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_layers(layers: Mapping[Any, Any]) -> None:
+    if not layers:
+        raise ValueError("layers must name at least one layer, got none")
+    for name, shape in layers.items():
+        if not isinstance(name, str) or not isinstance(shape, LayerShape):
+            raise TypeError(f"layers must map names to LayerShape, got {name!r}: {shape!r:.80}")
 
 
 def _check_disk(host_bytes: int | None, disk_bytes: int | None, has_disk: bool) -> None:
