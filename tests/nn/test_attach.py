@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +81,16 @@ def test_names_come_and_go(attached: Any, adapters: Mapping[str, Path]) -> None:
             attached.add_adapter(name, adapters["mlp"])
     with pytest.raises(lp.UnknownAdapterError, match=r"name is 'mlp'.*'dora', 'same-folder'"):
         attached.remove_adapter("mlp")
+
+
+def test_a_message_lists_a_few_of_many_names(llama: Any, adapters: Mapping[str, Path]) -> None:
+    model = lp.attach(llama)
+    loaded = lp.load_adapter(adapters["patterns"])
+    for number in range(20):
+        model.add_adapter(f"{number}" + "x" * 1000, dataclasses.replace(loaded, path=""))
+    with pytest.raises(lp.UnknownAdapterError, match="and 12 more$") as caught:
+        model.remove_adapter("y" * 5000)
+    assert len(str(caught.value)) < 1200
 
 
 @pytest.mark.parametrize("call", ["generate", "forward"])
@@ -277,6 +288,11 @@ def test_what_would_break_an_attached_model_is_refused(attached: Any) -> None:
     for change in (attached.half, attached.double, lambda: attached.to("meta")):
         with pytest.raises(lp.LoraplexError, match=r"loraplex\.detach"):
             change()
+    sizes = [value.shape for value in attached.state_dict().values()]
+    with pytest.raises(lp.LoraplexError, match=r"cannot change its vocabulary.*loraplex\.detach"):
+        attached.resize_token_embeddings(100)
+    assert [value.shape for value in attached.state_dict().values()] == sizes
+    assert attached.resize_token_embeddings() is attached.get_input_embeddings()
     with pytest.raises(lp.LoraplexError, match="cannot be copied"):
         copy.deepcopy(attached)
     with pytest.raises(lp.LoraplexError, match="generate_batch cannot have adapter_names"):
@@ -407,6 +423,16 @@ def test_the_body_refuses_adapter_names(llama: Any, prompts: Any) -> None:
     [
         ({"impl": "foo"}, ValueError, "impl must be one of .*'foo'"),
         ({"exclude": "lm_head"}, TypeError, "exclude must be a sequence of names"),
+        ({"exclude": None}, TypeError, "exclude must be a sequence of names, got the NoneType"),
+        (
+            {"exclude": ["lm_head", 3]},
+            TypeError,
+            "exclude must hold names of layers or parts, got 3",
+        ),
+        ({"exclude": [""]}, TypeError, "exclude must hold names of layers or parts, got ''"),
+        ({"dtype": torch.float16}, TypeError, "attach takes no argument 'dtype': the model says"),
+        ({"max_adapters": 0}, ValueError, "max_adapters must be >= 1, got 0"),
+        ({"device_bytes": "1GB"}, TypeError, "device_bytes must be an int"),
     ],
 )
 def test_options_are_checked_before_anything_changes(

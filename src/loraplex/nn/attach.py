@@ -16,6 +16,9 @@ from loraplex.nn.model import AttachedModel, attached_class
 from loraplex.ops.impls import names
 from loraplex.pool import AdapterPool
 
+# Arguments of AdapterPool that follow from the model.
+FROM_MODEL = frozenset(("base_bias", "base_model", "base_weight", "device", "dtype", "layers"))
+
 
 def attach(
     model: Any,
@@ -44,7 +47,8 @@ def attach(
 
     Raises:
         TypeError: not a transformers model, an encoder-decoder, or a layer of a kind that cannot
-            have adapters (quantised, PEFT's own, an expert); names it.
+            have adapters (quantised, PEFT's own, an expert); names it. Or an argument of the pool
+            that follows from the model.
         ValueError: attached already, or layers of several dtypes or devices. In each case the
             model has not changed.
 
@@ -65,8 +69,16 @@ def attach(
     if impl not in names("lora_linear"):
         known = ", ".join(names("lora_linear"))
         raise ValueError(f"impl must be one of {known}, got {impl!r}")
-    if isinstance(exclude, str):
-        raise TypeError(f"exclude must be a sequence of names, got the str {exclude!r}")
+    if not isinstance(exclude, Sequence) or isinstance(exclude, str):
+        raise TypeError(
+            f"exclude must be a sequence of names, got the {type(exclude).__name__} {exclude!r:.80}"
+        )
+    for word in exclude:
+        if not isinstance(word, str) or not word:
+            raise TypeError(f"exclude must hold names of layers or parts, got {word!r:.80}")
+    taken = sorted(FROM_MODEL.intersection(pool_options))
+    if taken:
+        raise TypeError(f"attach takes no argument {taken[0]!r}: the model says what it is")
     layers = find_layers(model, exclude)
     first = next(iter(layers.values())).weight
     text_config = model.config.get_text_config()

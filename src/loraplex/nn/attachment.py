@@ -24,6 +24,7 @@ from loraplex.pool import AdapterPool, Lease, PoolStats
 
 # PEFT's spelling of a row without adapter.
 BASE = "__base__"
+MOST_NAMES = 8  # in a message
 # Of `Adapter.features`, what an attached model carries.
 FEATURES = ("dora", "lora_bias", "bias", "embeddings", "modules_to_save", "trainable_tokens")
 
@@ -188,8 +189,12 @@ class Attachment:
     def _find(self, argument: str, name: str) -> Served:
         served = self._served.get(name)
         if served is None:
-            known = ", ".join(map(repr, list(self._served))) or "none yet"
-            raise UnknownAdapterError(f"{argument} is {name!r}, the adapters are: {known}")
+            names = list(self._served)
+            known = ", ".join(f"{other!r:.80}" for other in names[:MOST_NAMES]) or "none yet"
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            raise UnknownAdapterError(
+                f"{argument} is {name!r:.200}, the adapters are: {known}{more}"
+            )
         return served
 
 

@@ -123,6 +123,19 @@ class AttachedModel(nn.Module):
             raise LoraplexError("generate_batch cannot have adapter_names; use generate")
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused while attached, except as transformers' way to ask for the embedding.
+
+        Raises:
+            LoraplexError: a size was given.
+        """
+        if args or kwargs.get("new_num_tokens") is not None:
+            raise LoraplexError(
+                "an attached model cannot change its vocabulary: adapters were matched to it; "
+                "call loraplex.detach first and attach again after"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
+
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise LoraplexError(
             "an attached model cannot change its device or dtype: its adapters would stay behind; "
