@@ -69,13 +69,7 @@ def attach(
     if impl not in names("lora_linear"):
         known = ", ".join(names("lora_linear"))
         raise ValueError(f"impl must be one of {known}, got {impl!r}")
-    if not isinstance(exclude, Sequence) or isinstance(exclude, str):
-        raise TypeError(
-            f"exclude must be a sequence of names, got the {type(exclude).__name__} {exclude!r:.80}"
-        )
-    for word in exclude:
-        if not isinstance(word, str) or not word:
-            raise TypeError(f"exclude must hold names of layers or parts, got {word!r:.80}")
+    _check_exclude(exclude)
     taken = sorted(FROM_MODEL.intersection(pool_options))
     if taken:
         raise TypeError(f"attach takes no argument {taken[0]!r}: the model says what it is")
@@ -152,6 +146,15 @@ def _guard_body(model: Any) -> RemovableHandle | None:
 
     handle: RemovableHandle = body.register_forward_pre_hook(refuse, with_kwargs=True)
     return handle
+
+
+def _check_exclude(exclude: object) -> None:
+    if not isinstance(exclude, Sequence) or isinstance(exclude, str):
+        kind = type(exclude).__name__
+        raise TypeError(f"exclude must be a sequence of names, got the {kind} {exclude!r:.80}")
+    for word in exclude:
+        if not isinstance(word, str) or not word:
+            raise TypeError(f"exclude must hold names of layers or parts, got {word!r:.80}")
 
 
 def _check_model(model: Any) -> None:
