@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import struct
 import weakref
 from collections.abc import Callable
@@ -372,6 +374,13 @@ def test_ranks_on_the_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LORAPLEX_DEBUG", "1")
     with pytest.raises(ValueError, match=r"ranks\[1\] must be between 0 and 8, got 99"):
         lp.AdapterTable.from_pools(a, b, SLICES, ranks=ranks, rank_multiple=1)
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_table_is_not_copied(copying: Callable[[object], object]) -> None:
+    """The copy's tensors would lie elsewhere, and its addresses point at the ones it came from."""
+    with pytest.raises(TypeError, match="AdapterTable cannot be copied or pickled"):
+        copying(empty_table(torch.device("cpu")))
 
 
 def test_repr_says_what_it_is() -> None:

@@ -172,7 +172,8 @@ def check_disjoint(name: str, tensor: Tensor, other_name: str, other: Tensor) ->
     first, last = memory_span(tensor)
     other_first, other_last = memory_span(other)
     is_shared = first < other_last and other_first < last and not is_between_rows(tensor, other)
-    if is_shared and tensor.device.type != "meta":  # where every tensor is at address 0
+    # tensors of the meta device and of torch's tracers have no memory: their storage is at 0
+    if is_shared and tensor.untyped_storage().data_ptr():
         raise ValueError(f"{name} must not share memory with {other_name}")
 
 

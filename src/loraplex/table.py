@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -352,6 +353,12 @@ class AdapterTable:
         if self._spans is None:
             self._spans = Spans(self.storages)
         return self._spans.is_clear(tensor)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Addresses mean nothing in a copy, whose tensors lie elsewhere."""
+        raise TypeError(
+            "an AdapterTable cannot be copied or pickled; make one over copied pools"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loraplex as lp
 
@@ -90,6 +91,14 @@ def test_meta_tensors_give_shapes() -> None:
     x, y = draw(meta, M, K), draw(meta, M, N)
     assert lp.lora_linear(x, draw(meta, N, K), table, routing).shape == (M, N)
     assert lp.add_lora_(y, x, table, routing) is y
+
+
+def test_tracers_tensors_share_no_memory() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table = lp.AdapterTable.from_pools(torch.randn(L, R, K), torch.randn(L, N, R))
+        x, y = torch.randn(M, K), torch.randn(M, N)
+        routing = lp.Routing.allocate(M, num_adapters=L, device="cpu")
+        assert lp.add_lora_(y, x, table, routing) is y
 
 
 def test_negated_inputs_are_read_as_they_are(device: torch.device) -> None:
