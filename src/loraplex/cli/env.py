@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import shutil
@@ -14,9 +15,10 @@ import torch
 from loraplex import env
 from loraplex.bench.header import make_header, package_version
 from loraplex.cli.render import Column, print_table
+from loraplex.engines.status import PluginStatus
 
 PACKAGES = ("numpy", "safetensors", "transformers", "peft", "rich", "matplotlib")
-PEERS = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,10 @@ def abilities() -> Iterator[Ability]:
     yield _package("progress bars and colours", ("rich",), "bench")
     yield _package("pictures (--plot)", ("matplotlib",), "bench")
     yield _package("pool metrics", ("prometheus_client",), "metrics")
-    for name in PEERS:
+    for name in ENGINES:
         version = package_version(name)
         yield Ability(f"peer {name}", version is not None, version or "not installed")
+        yield _plugin(name)
 
 
 def _triton_on_gpu() -> Ability:
@@ -134,6 +137,12 @@ def _package(name: str, modules: tuple[str, ...], extra: str) -> Ability:
         return Ability(name, False, f"{', '.join(missing)} not installed{hint}")
     installed = ", ".join(f"{m} {package_version(m.replace('_', '-'))}" for m in modules)
     return Ability(name, True, installed)
+
+
+def _plugin(engine: str) -> Ability:
+    """Whether an engine that starts here would run our kernels, and what is missing if not."""
+    status: PluginStatus = importlib.import_module(f"loraplex.engines.{engine}").plugin_status()
+    return Ability(f"plugin for {engine}", status.active, status.reason)
 
 
 def _found(tool: str) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from loraplex.cli import env
 from loraplex.engines.sglang import plugin, plugin_status, support
 from loraplex.engines.sglang.support import SUPPORTED, Support
 
@@ -121,6 +122,13 @@ def test_batch_invariant_mode_keeps_sglangs_path(
     monkeypatch.setattr(module, "is_batch_invariant_mode_enabled", lambda: True)
     plugin.register()
     assert not fake.backends["loraplex"]().is_linear(None)
+
+
+def test_env_says_whether_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "check_support", lambda: Support("0.5.22", "too old"))
+    rows = {ability.name: ability for ability in env.abilities()}
+    assert not rows["plugin for sglang"].is_available
+    assert rows["plugin for sglang"].why == "too old"
 
 
 @pytest.mark.parametrize(
