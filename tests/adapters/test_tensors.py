@@ -239,6 +239,27 @@ def test_l18_other_values_are_warned_about(tiny: Any) -> None:
         check_base_copies(adapter, weights.get)
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=lambda dtype: f"file-{str(dtype)[6:]}")
+@pytest.mark.parametrize("loaded", DTYPES, ids=lambda dtype: f"model-{str(dtype)[6:]}")
+def test_l18_the_base_may_be_loaded_in_another_dtype_than_the_copy(
+    loaded: torch.dtype, stored: torch.dtype, recwarn: pytest.WarningsRecorder, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("loraplex.adapters.base_copies.BLOCK_ELEMENTS", 100)
+    original = torch.randn(96, 32, dtype=torch.float64)
+    original[0, :4] = torch.tensor([0.0, 1e-9, -3e-7, 2e-5])
+    copies = {"lm_head.weight": original.to(stored)}
+    adapter = Adapter(AdapterSpec(), {}, base_copies=copies, path="test")
+    weight = original.to(loaded, copy=True)
+    check_base_copies(adapter, lambda name: weight)
+    assert not recwarn.list
+    weight[95, 31] *= 1.02
+    with pytest.warns(UserWarning, match="copy of lm_head.weight differs from the base"):
+        check_base_copies(adapter, lambda name: weight)
+
+
 def test_l18_l20_other_shapes_are_refused(tiny: Any) -> None:
     trained = tiny.train(target_modules=["lm_head"], with_logits=False)
     adapter = load_adapter(trained.path)
@@ -249,9 +270,14 @@ def test_l18_l20_other_shapes_are_refused(tiny: Any) -> None:
         match(adapter, tiny.layers(trained.base), parameters=shapes)
 
 
-def test_copies_without_a_partner_are_not_compared(tiny: Any) -> None:
+@pytest.mark.parametrize("weight", [None, torch.ones(96, 32, dtype=torch.int8)], ids=["no", "int8"])
+def test_copies_without_a_partner_are_not_compared(
+    weight: torch.Tensor | None, tiny: Any, recwarn: pytest.WarningsRecorder
+) -> None:
     trained = tiny.train(target_modules=["lm_head"], with_logits=False)
-    assert not check_base_copies(load_adapter(trained.path), lambda name: None).base_copies
+    recwarn.clear()
+    assert not check_base_copies(load_adapter(trained.path), lambda name: weight).base_copies
+    assert not recwarn.list
 
 
 # --- what an adapter says about itself --------------------------------------------------------

@@ -10,6 +10,8 @@ import torch
 from loraplex.adapters.adapter import Adapter
 from loraplex.errors import AdapterError
 
+BLOCK_ELEMENTS = 4 << 20  # heads are large; their float32 forms need not exist at once
+
 
 def check_base_copies(adapter: Adapter, weight_of: Callable[[str], torch.Tensor | None]) -> Adapter:
     """Compare the base weights that PEFT stored with the adapter; returns it without them.
@@ -34,8 +36,7 @@ def check_base_copies(adapter: Adapter, weight_of: Callable[[str], torch.Tensor 
                 f"{adapter.path}: {name} was stored with shape {tuple(copy.shape)}, the base has "
                 f"{tuple(weight.shape)}: were added tokens part of the training?"
             )
-        # Compared in the dtype of the file: the base may have been loaded in another one.
-        if not torch.equal(weight.detach().to(copy.device, copy.dtype), copy):
+        if weight.is_floating_point() and not _is_same(weight.detach(), copy):
             warnings.warn(
                 f"{adapter.path}: the file's copy of {name} differs from the base model: the "
                 "adapter was trained on other weights",
@@ -43,3 +44,22 @@ def check_base_copies(adapter: Adapter, weight_of: Callable[[str], torch.Tensor 
                 stacklevel=2,
             )
     return adapter.without_base_copies()
+
+
+def _is_same(weight: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Equal, or, where the dtypes differ, roundings of the same numbers."""
+    if weight.dtype == copy.dtype:
+        return torch.equal(weight.to(copy.device), copy)
+    # One rounding in either dtype; float16 loses small values to its subnormal numbers.
+    rtol = max(torch.finfo(weight.dtype).eps, torch.finfo(copy.dtype).eps)
+    atol = 2.0**-24 if torch.float16 in (weight.dtype, copy.dtype) else 0.0
+    rows = max(1, BLOCK_ELEMENTS // max(1, copy[:1].numel()))
+    return all(
+        torch.allclose(
+            weight[start : start + rows].to(copy.device, torch.float32),
+            copy[start : start + rows].to(torch.float32),
+            rtol=rtol,
+            atol=atol,
+        )
+        for start in range(0, len(copy), rows)
+    )
