@@ -26,8 +26,8 @@ WIDE = LLAMA | {
     "max_position_embeddings": 1024,
 }  # fmt: skip
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The demo's adapters that SGLang reads; the others have rsLoRA, DoRA, ranks of their own per module,
-# or q_proj without v_proj. Ranks 32, 8 and 4.
+# The demo's adapters that SGLang reads, of ranks 32, 8 and 4. The others have rsLoRA, DoRA, a rank
+# of their own per module, or q_proj without v_proj.
 DEMO_ADAPTERS = ("json", "pirate", "shout")
 OWN = ("csgmv", "triton", "triton_v2")
 BACKENDS = ("none", *OWN, "loraplex")

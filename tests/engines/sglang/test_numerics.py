@@ -201,6 +201,17 @@ def test_rows_past_the_requests_are_base_rows(sgl: Any, device: torch.device) ->
     assert_right(layer, layer.forward(made, x), x, [*rows, -1, -1], [1.0, 1.0])
 
 
+def test_inference_mode_may_come_and_go(sgl: Any, device: torch.device) -> None:
+    made, layer = sgl.backend(2, "torch"), sgl.layer(2)
+    layer.load(0, 8)
+    x = torch.randn(2, 64, device=device)
+    for mode, scaling in ((True, 1.0), (False, 2.0), (True, 3.0)):
+        rows = sgl.begin(made, [0, 1], [8, 0], [scaling, 1.0])
+        with torch.inference_mode(mode):
+            got = layer.forward(made, x).clone()
+        assert_right(layer, got, x, rows, [scaling, 1.0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["fused", "triton"])
 def test_graph_follows_slots_and_rows(impl: str, sgl: Any, device: torch.device) -> None:

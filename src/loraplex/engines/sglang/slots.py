@@ -105,26 +105,9 @@ class SlotBook:
 
     def add(self, pools: Pools) -> AdapterTable:
         """The table of one more layer, holding what the slots hold now."""
-        count = self.num_slots * len(pools.slices)
-        if not self._pages or self._pages[-1].used + count > len(self._pages[-1].entries):
-            self._pages.append(_Page(max(PAGE_ROWS, count), self.device))
-        page, start = self._pages[-1], self._pages[-1].used
-        page.used += count
-        table = AdapterTable.allocate(
-            self.num_slots,
-            pools.a.shape[2],
-            pools.slices,
-            max_rank=pools.max_rank,
-            dtype=pools.a.dtype,
-            device=self.device,
-            rank_multiple=pools.rank_multiple,
-            entries=page.entries[start : page.used].view(self.num_slots, -1, ENTRY_FIELDS),
-            storages=[pools.a, pools.b],
-        )
-        entries, sources = _constants(pools)
-        page.entries[start : page.used] = entries.to(self.device)
-        page.sources[:, start : page.used] = sources.to(self.device)
-        page.refresh(self._state, start)
+        # SGLang may be in inference mode now and not when it changes adapters
+        with torch.inference_mode(False):
+            table = self._new_table(pools)
         self._layers.append(pools)
         for slot, rank in self._clean.items():
             pools.clear_past(slot, rank)
@@ -160,6 +143,29 @@ class SlotBook:
         """Note that SGLang has put something else into these slots."""
         for slot in slots:
             self._clean.pop(slot, None)
+
+    def _new_table(self, pools: Pools) -> AdapterTable:
+        count = self.num_slots * len(pools.slices)
+        if not self._pages or self._pages[-1].used + count > len(self._pages[-1].entries):
+            self._pages.append(_Page(max(PAGE_ROWS, count), self.device))
+        page, start = self._pages[-1], self._pages[-1].used
+        page.used += count
+        table = AdapterTable.allocate(
+            self.num_slots,
+            pools.a.shape[2],
+            pools.slices,
+            max_rank=pools.max_rank,
+            dtype=pools.a.dtype,
+            device=self.device,
+            rank_multiple=pools.rank_multiple,
+            entries=page.entries[start : page.used].view(self.num_slots, -1, ENTRY_FIELDS),
+            storages=[pools.a, pools.b],
+        )
+        entries, sources = _constants(pools)
+        page.entries[start : page.used] = entries.to(self.device)
+        page.sources[:, start : page.used] = sources.to(self.device)
+        page.refresh(self._state, start)
+        return table
 
     def _write(self) -> None:
         bits = torch.tensor(self._scalings, dtype=torch.float32).view(torch.int32).tolist()

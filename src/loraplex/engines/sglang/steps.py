@@ -41,9 +41,11 @@ class StepRouting:
         most = max(LEAST_TOKENS, 1 << max(0, num_tokens - 1).bit_length())
         key = (is_captured, num_tokens if is_captured else most)
         if key not in self._routings:
-            self._routings[key] = Routing.allocate(
-                key[1], num_adapters=self.num_slots, device=self.device
-            )
+            # written in inference mode or not, as SGLang likes
+            with torch.inference_mode(False):
+                self._routings[key] = Routing.allocate(
+                    key[1], num_adapters=self.num_slots, device=self.device
+                )
         routing = self._routings[key]
         if self._filled.get(key) != num_tokens:
             routing.update_(token_slots)
