@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters import load_adapter
+from loraplex.adapters import LayerShape, load_adapter, match
 from loraplex.adapters.keys import parse_key
 from loraplex.adapters.patterns import PatternTable
 from loraplex.errors import AdapterError, UnsupportedAdapterError
@@ -212,3 +212,18 @@ def test_old_peft_wrote_the_bias_without_base_layer(tiny: Any) -> None:
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("expert", ["mlp.experts.3.gate_proj", "block_sparse_moe.experts.0.w1"])
+def test_l43_per_expert_keys_are_modules_of_their_own(expert: str, tiny: Any) -> None:
+    trained = tiny.train(with_logits=False)
+    trained.rename("self_attn.q_proj", expert)
+    trained.edit_config(target_modules=[expert.rpartition(".")[2]])
+    adapter = load_adapter(trained.path)
+    assert list(adapter.modules) == [f"model.layers.{i}.{expert}" for i in range(2)]
+    assert adapter.features == frozenset()
+    layers = {name: LayerShape.plain(32, 32) for name in adapter.modules}
+    assert set(match(adapter, layers)) == set(layers)
+    mixtral = tiny.model("mixtral")  # this transformers keeps the experts in one stack
+    with pytest.raises(AdapterError, match=rf"2 of 2 parts .* the adapter has model.*{expert}"):
+        match(adapter, tiny.layers(mixtral), parameters=tiny.parameters(mixtral))
