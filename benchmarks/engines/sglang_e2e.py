@@ -1,8 +1,9 @@
 """SGLang end to end: what LoRA costs with each of its backends and with loraplex.
 
-    python sglang_e2e.py prepare --bare          # once: models, adapters, kernels, the plugin
+    python sglang_e2e.py prepare                 # models, adapters, kernels, the plugin
     python sglang_e2e.py run --out DIR           # log-probabilities, then times
     python sglang_e2e.py run --out DIR --parts main --batches 64 --prefill 0
+    python sglang_e2e.py prepare --parts rank64,many
     python sglang_e2e.py run --out DIR --parts rank64,many
     python sglang_e2e.py table DIR/sglang.json
 
@@ -281,7 +282,6 @@ def main() -> None:
     add("--slots", type=int, default=8, help="slots of main and rank64; one is for base requests")
     add("--limit", type=float, default=460, help="seconds after which engines are ended")
     add("--extra", default="{}", help="more arguments of sglang.Engine, as JSON")
-    add("--ranks", default="16,64", help="for prepare")
     add("--bare", action="store_true", help="prepare: patch an SGLang without its dependencies")
     add("--tiny", action="store_true", help="prepare: small models, to try this on a CPU")
     add("--part", help=argparse.SUPPRESS)
@@ -290,8 +290,15 @@ def main() -> None:
     if options.verb == "prepare":
         from sglang_setup import prepare
 
-        ranks = [int(rank) for rank in options.ranks.split(",")]
-        prepare(Path(options.dir), ranks, options.slots, is_tiny=options.tiny, is_bare=options.bare)
+        parts = [parts_of(options)[name] for name in options.parts.split(",")]
+        prepare(
+            Path(options.dir),
+            sorted({part.rank for part in parts if part.loads}),
+            options.slots,
+            parts,
+            is_tiny=options.tiny,
+            is_bare=options.bare,
+        )
     elif options.verb == "run":
         run(options)
     elif options.verb == "worker":

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from sglang_parts import LLAMA, MODULES, TINY, WIDE
+from sglang_parts import LLAMA, MODULES, TINY, WIDE, Part
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+if str(SOURCE) not in sys.path:
+    sys.path.insert(0, str(SOURCE))
 
 GROUP = "sglang.srt.plugins"
 # A release patched so that it runs on a machine without the rest of its dependencies.
@@ -22,6 +26,12 @@ PATCHES = (
     # CUTLASS's Python package is imported on every GPU, for a kernel that only Blackwell takes
     ("srt/layers/dual_gemm.py", "import is_cuda\n", "import is_sm100_supported as is_cuda\n"),
 )
+# slices and in-features of the layers of LLAMA, as SGLang packs them
+LAYERS = {
+    "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096),
+    "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
+}  # fmt: skip
+CAPTURED = (1, 16, 64, 128, 2048, 8192)
 NOTEBOOK = "class HTML:\n    def __init__(self, *_): ...\n\n\ndef display(*_): ...\n"
 # SGLang compiles these when they are first used; here at once, beside each other.
 KERNELS = """
@@ -45,12 +55,25 @@ parallel_compile([
 """
 
 
-def prepare(folder: Path, ranks: list[int], slots: int, *, is_tiny: bool, is_bare: bool) -> None:
-    """Write everything under ``folder``; ``is_bare`` patches an SGLang installed without deps."""
+def prepare(
+    folder: Path, ranks: list[int], slots: int, parts: list[Part], *, is_tiny: bool, is_bare: bool
+) -> None:
+    """Write everything under ``folder``; ``is_bare`` patches an SGLang installed without deps.
+
+    Kernels of these parts, SGLang's and ours, are compiled meanwhile, many at a time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if is_bare:
         patch_sglang()
-    job = None if is_tiny else subprocess.Popen([sys.executable, "-c", KERNELS])
+    jobs = []
+    if not is_tiny:
+        jobs.append(subprocess.Popen([sys.executable, "-c", KERNELS]))
+        sizes = {(part.rank, part.slots) for part in parts if part.loads}
+        here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        for rank, count in sorted(sizes):
+            for name in LAYERS:
+                call = f"import sglang_setup; sglang_setup.compile_ours({name!r}, {rank}, {count})"
+                jobs.append(subprocess.Popen([sys.executable, "-c", here + call]))
     write_plugin(folder / "plugin")
     config = TINY if is_tiny else LLAMA
     write_config(folder / "llama", config)
@@ -62,8 +85,28 @@ def prepare(folder: Path, ranks: list[int], slots: int, *, is_tiny: bool, is_bar
     for number, rank in enumerate((16, 64, 12, 8)):
         write_adapter(folder / f"wide_{number}", wide, rank, number, 0.3)
     print("models and adapters written", flush=True)
-    if job:
-        print("SGLang's kernels compiled, exit", job.wait(), flush=True)
+    if jobs:
+        print("kernels compiled, exits", [job.wait() for job in jobs], flush=True)
+
+
+def compile_ours(name: str, rank: int, slots: int) -> None:
+    """Run one layer of the model at every size that is captured, which fills Triton's cache."""
+    import loraplex as lp
+
+    slices, in_features = LAYERS[name]
+    make: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    weight = torch.zeros(sum(slices), in_features, **make)
+    table = lp.AdapterTable.from_pools(
+        torch.zeros(slots, len(slices) * rank, in_features, **make),
+        torch.zeros(slots, sum(slices), rank, **make),
+        slices,
+    )
+    for tokens in CAPTURED:
+        routing = lp.Routing.from_indices(
+            torch.arange(tokens, device="cuda") % slots, num_adapters=slots
+        )
+        lp.lora_linear(torch.zeros(tokens, in_features, **make), weight, table, routing)
+    torch.cuda.synchronize()
 
 
 def patch_sglang() -> None:
