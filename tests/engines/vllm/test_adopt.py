@@ -13,7 +13,9 @@ import torch
 from loraplex.engines.vllm import adopt as adoption
 from loraplex.engines.vllm.adopt import make_plan, why_not
 from loraplex.engines.vllm.layers import added, fused, watched
+from loraplex.engines.vllm.op import AdoptedLayer
 from loraplex.engines.vllm.plugin import hand_over, install
+from loraplex.errors import LoraplexError
 from loraplex.version import __version__
 
 BF16 = torch.bfloat16
@@ -138,6 +140,45 @@ def test_an_error_leaves_everything_as_it_was(
     assert before == [type(module) for module in (*manager.modules.values(), manager.wrapper)]
     assert config.additional_config == {}
     assert "loraplex is off after an error" in caplog.text
+
+
+def test_rehearsal_runs_every_kind_of_layer_once(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(vllm)
+    runs: list[tuple[bool, int]] = []
+
+    class Spy(AdoptedLayer):
+        def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+            runs.append((self.step.has_lora, x.shape[0]))
+            return super().linear(x, weight, bias)
+
+        def add_(self, y: Any, x: Any) -> None:
+            runs.append((self.step.has_lora, x.shape[0]))
+            super().add_(y, x)
+
+    monkeypatch.setattr(adoption, "AdoptedLayer", Spy)
+    plan = make_plan(manager)
+    adoption.adopt(manager, vllm.config_of(BF16), plan, is_rehearsed=True)
+    assert sorted(runs) == sorted([(True, 8), (True, 256), (True, 253)] * 2)
+    step = manager.wrapper._loraplex_step
+    assert not step.has_lora
+    assert (step.route(256).indices == -1).all()
+
+
+def test_rehearsal_finds_a_wrong_layer(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(vllm)
+
+    class Wrong(AdoptedLayer):
+        def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+            return 1.1 * super().linear(x, weight, bias)
+
+    monkeypatch.setattr(adoption, "AdoptedLayer", Wrong)
+    with pytest.raises(LoraplexError, match="qkv without adapters must be its base layer"):
+        adoption.adopt(manager, vllm.config_of(BF16), make_plan(manager), is_rehearsed=True)
+    assert "loraplex" not in type(manager.modules["qkv"]).__module__
 
 
 def test_own_path_hears_nothing_of_adapters_without_weights_there(vllm: SimpleNamespace) -> None:

@@ -11,6 +11,7 @@ import torch
 from loraplex import env
 from loraplex.engines.vllm.layers import Maker, added, change_class, fused, watched
 from loraplex.engines.vllm.op import AdoptedLayer
+from loraplex.engines.vllm.rehearsal import rehearse
 from loraplex.engines.vllm.slots import LayerSlots
 from loraplex.engines.vllm.step import Step
 from loraplex.engines.vllm.wrapper import OwnPath, routed
@@ -114,10 +115,17 @@ def _maker_for(layer: Any, dtype: torch.dtype) -> Maker | None:
     return fused if is_plain else added
 
 
-def adopt(manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto") -> None:
-    """Change the planned layers and their wrappers over.
+def adopt(
+    manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto", is_rehearsed: bool = False
+) -> None:
+    """Change the planned layers and their wrappers over, or leave everything as it was.
 
-    Everything that can fail comes before the first change.
+    Args:
+        impl: implementation that the layers ask for.
+        is_rehearsed: whether each kind of layer is run before.
+
+    Raises:
+        Exception: whatever went wrong; nothing has changed then.
     """
     steps = {
         id(wrapper): Step(
@@ -129,10 +137,13 @@ def adopt(manager: Any, vllm_config: Any, plan: Plan, *, impl: str = "auto") -> 
         name: AdoptedLayer(
             LayerSlots(manager.modules[name].lora_a_stacked, manager.modules[name].lora_b_stacked),
             steps[id(manager.modules[name].punica_wrapper)],
+            is_fused=maker is fused,
         )
         for name, maker in plan.makers.items()
         if maker is not watched
     }
+    if is_rehearsed:
+        rehearse(layers, manager.modules)
     changed: list[tuple[Any, Any]] = []
     try:
         for name, maker in plan.makers.items():

@@ -31,11 +31,12 @@ class AdoptedLayer:
     """One layer's adapters and the step that says who uses them.
 
     Attributes:
+        is_fused: whether the layer's GEMM is ours too.
         handle: int64 [1] in host memory, how a graph names this layer.
     """
 
-    def __init__(self, slots: LayerSlots, step: Step) -> None:
-        self.slots, self.step = slots, step
+    def __init__(self, slots: LayerSlots, step: Step, *, is_fused: bool) -> None:
+        self.slots, self.step, self.is_fused = slots, step, is_fused
         table = slots.table
         self._table = (table.entries, table.storages)
         self._shape = (list(table.slices), layout_of(table))

@@ -83,5 +83,5 @@ def adopt_all(manager: Any, vllm_config: Any) -> Mapping[str, int] | str:
     fuse, add = plan.count(fused), plan.count(added)
     if not fuse + add:
         return f"none of the {len(manager.modules)} LoRA layers is one that it knows"
-    adopt(manager, vllm_config, plan)
+    adopt(manager, vllm_config, plan, is_rehearsed=True)
     return {"fused": fuse, "added": add, "own": len(plan.own) + plan.count(watched)}
