@@ -170,6 +170,27 @@ def test_the_base_that_an_adapter_was_trained_on_is_listed(
         model.adapter_info("b")
 
 
+def test_strict_is_left_by_asking_for_it(
+    llama: Any, cpu_llama: Any, adapters: Mapping[str, Path], prompts: Any
+) -> None:
+    """L29: what matches nothing is refused, or left out with a warning that lists it."""
+    model = lp.attach(llama, exclude=["down_proj"])
+    with pytest.raises(lp.AdapterError, match=r"2 of 4 parts .*matched nothing.*down_proj"):
+        model.add_adapter("a", adapters["patterns"])
+    with pytest.warns(UserWarning, match=r"2 parts .*are ignored: .*mlp\.down_proj"):
+        model.add_adapter("a", adapters["patterns"], strict=False)
+    loaded = lp.load_adapter(adapters["patterns"])
+    rest = {name: part for name, part in loaded.modules.items() if "down_proj" not in name}
+    model.add_adapter("rest", dataclasses.replace(loaded, modules=rest, path=""))
+    assert torch.equal(logits(model, prompts, "a"), logits(model, prompts, "rest"))
+    assert not torch.equal(logits(model, prompts, "a"), logits(model, prompts, None))
+    name = "model.layers.0.self_attn.q_proj"
+    broken = dataclasses.replace(loaded.modules[name], a=torch.ones(5, 41))
+    adapter = dataclasses.replace(loaded, modules={**loaded.modules, name: broken})
+    with pytest.raises(lp.AdapterError, match="lora_A has shape"):  # an error in any case
+        model.add_adapter("b", adapter, strict=False)
+
+
 def embedding(**changes: Any) -> EmbeddingLora:
     fields: dict[str, Any] = {"a": torch.ones(2, 96), "b": torch.ones(40, 2), "scaling": 1.0}
     return EmbeddingLora(name=EMBEDDING, **fields | changes)

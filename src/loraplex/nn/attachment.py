@@ -45,13 +45,13 @@ class Attachment:
         self._served: dict[str, Served] = {}
         self._lock = threading.Lock()  # whoever replaces modules or publishes adapters
 
-    def add(self, name: str, adapter: str | os.PathLike[str] | Adapter) -> None:
+    def add(self, name: str, adapter: str | os.PathLike[str] | Adapter, strict: bool) -> None:
         """See :meth:`AttachedModel.add_adapter`."""
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, got {type(name).__name__}")
         if not name or name == BASE:
             raise ValueError(f"name must not be empty or {BASE!r} (a base row), got {name!r}")
-        loaded = adapter if isinstance(adapter, Adapter) else load_adapter(adapter)
+        loaded = adapter if isinstance(adapter, Adapter) else load_adapter(adapter, strict=strict)
         loaded.require(FEATURES)
         loaded = check_base_copies(loaded, self._parameters().get)
         matched = match(
@@ -59,6 +59,7 @@ class Attachment:
             self.pool.layers,
             parameters={name: value.shape for name, value in self._parameters().items()},
             base_model=self._model.name_or_path or None,
+            strict=strict,
         )
         parts = self._finder.find(matched, loaded.path)
         self.pool.add(name, loaded, matched=matched)

@@ -45,19 +45,23 @@ class AttachedModel(nn.Module):
     # transformers evaluates the annotations of its subclasses, so no name of ours may stand here.
     _loraplex: Any
 
-    def add_adapter(self, name: str, adapter: str | os.PathLike[str] | Adapter) -> None:
+    def add_adapter(
+        self, name: str, adapter: str | os.PathLike[str] | Adapter, *, strict: bool = True
+    ) -> None:
         """Register an adapter under a name; takes the place of transformers' method.
 
         Args:
             name: what ``adapter_names`` will call it.
             adapter: a PEFT folder, or what :func:`loraplex.load_adapter` made of one.
+            strict: refuse tensors with unknown names, and parts that match nothing in the model;
+                False leaves them out and warns about those parts.
 
         Raises:
             AdapterError: the folder cannot be loaded or does not fit the model.
             UnsupportedAdapterError: it uses a feature that an attached model does not carry.
             AdapterExistsError: the name is taken. In each case nothing has changed.
         """
-        self._loraplex.add(name, adapter)
+        self._loraplex.add(name, adapter, strict)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter.
