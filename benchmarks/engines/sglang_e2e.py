@@ -5,7 +5,7 @@
     python sglang_e2e.py run --out DIR --parts main --batches 64 --prefill 0
     python sglang_e2e.py prepare --parts rank64,many
     python sglang_e2e.py run --out DIR --parts rank64,many
-    python sglang_e2e.py table DIR/sglang.json
+    python sglang_e2e.py table DIR/sglang.json   # also: plot, which writes DIR/sglang.png
 
 Engines of a part start together, since starting is CPU work, and are measured one after the other
 on an otherwise idle GPU. A run is timed with all new tokens and with one, so the time per output
@@ -268,8 +268,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("verb", choices=["prepare", "run", "worker", "table"])
-    add("files", nargs="*", help="result files, for `table`")
+    add("verb", choices=["prepare", "run", "worker", "table", "plot"])
+    add("files", nargs="*", help="result files, for `table` and `plot`")
     add("--dir", default="/tmp/loraplex_sglang", help="models, adapters, logs of the engines")
     add("--out", default="benchmarks/results", help="folder of sglang.json")
     add("--parts", default="demo,wide,main", help="demo, wide, main, rank64, many, tp2, wide_tp2")
@@ -303,6 +303,11 @@ def main() -> None:
         run(options)
     elif options.verb == "worker":
         Worker(options).work()
+    elif options.verb == "plot":
+        from sglang_plot import draw
+
+        for file in map(Path, options.files):
+            draw(json.loads(file.read_text()), file.with_suffix(".png"))
     else:
         for file in options.files:
             show(json.loads(Path(file).read_text()))
