@@ -33,6 +33,7 @@ from loraplex.checks import (
     rank_multiple_of,
     settle_rank_multiple,
 )
+from loraplex.counters import reserve_counters
 
 # One record of eight int64 (64 bytes) per slot and slice; the kernels read the same numbers.
 ENTRY_FIELDS = 8
@@ -91,6 +92,7 @@ class AdapterTable:
         self.has_bias = has_bias
         self.storages = storages
         self._fixed = list(storages)
+        reserve_counters(entries.device)
         self._held: dict[int, list[Tensor]] = {}
         self._spans: Spans | None = None
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loraplex.kernels.base import base_steps
+from loraplex.kernels.meet import meet
 from loraplex.kernels.tile import (
-    add_product,
     expand_tile,
     finish_rows,
     load_groups_of_places,
@@ -23,66 +24,11 @@ from loraplex.kernels.tile import (
 
 
 @triton.jit
-def base_product(
-    x_ptr, stride_xm, stride_xk,
-    weight_ptr, stride_wn, stride_wk,
-    row,
-    column,
-    first_column,
-    split,
-    is_real,
-    K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
-    HAS_DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x[row] weight[column]^T over one part of K, in float32; transposed if swapped.
-
-    With a tensor descriptor in place of ``weight_ptr`` the copy engine fetches the weight's tiles.
-    """
-    # blocks of K are counted whole, so that every part begins at an aligned offset
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    first = split * (STEPS * BLOCK_K)
-    k = tl.arange(0, BLOCK_K)
-    x_tile = x_ptr + row[:, None] * stride_xm + (first + k).to(tl.int64)[None, :] * stride_xk
-    if not HAS_DESCRIPTOR:
-        weight_tile = weight_ptr + column[:, None] * stride_wn
-        weight_tile += (first + k).to(tl.int64)[None, :] * stride_wk
-    # with few rows the weight's tile is the tall operand of the tensor cores
-    if IS_SWAPPED:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(STEPS):
-        in_k = (first + step * BLOCK_K + k < K)[None, :]
-        if K % (BLOCK_K * SPLIT_K) == 0:
-            x = tl.load(x_tile)
-        else:
-            x = tl.load(x_tile, mask=in_k, other=0.0)
-        if HAS_DESCRIPTOR:
-            weight = weight_ptr.load([first_column, first + step * BLOCK_K])
-        elif K % (BLOCK_K * SPLIT_K) == 0:
-            weight = tl.load(weight_tile)
-        else:
-            weight = tl.load(weight_tile, mask=in_k, other=0.0)
-        if IS_SWAPPED:
-            acc = add_product(acc, weight, x.T, is_real, PRECISION)
-        else:
-            acc = add_product(acc, x, weight.T, is_real, PRECISION)
-        x_tile += BLOCK_K * stride_xk
-        if not HAS_DESCRIPTOR:
-            weight_tile += BLOCK_K * stride_wk
-    return acc
-
-
-@triton.jit
 def lora_linear_kernel(
     x_ptr, stride_xm, stride_xk,
+    x_tiles,
     weight_ptr, stride_wn, stride_wk,
+    weight_tiles,
     bias_ptr,
     y_ptr, stride_ym, stride_yn,
     entries_ptr, stride_el,
@@ -118,8 +64,9 @@ def lora_linear_kernel(
 ):  # fmt: skip
     """y [M, N] = column_scale * (x W^T + scaling * v B^T) + bias + adapter_bias.
 
-    x [M, K]; weight [N, K]; v and groups from the shrink; planes [SPLIT_K + 1, tiles,
-    BLOCK_M * BLOCK_N] float32 and arrivals [tiles], zero, if K is split.
+    x [M, K]; weight [N, K]; x_tiles and weight_tiles their tensor descriptors, if there are; v and
+    groups from the shrink; planes [SPLIT_K + 1, tiles, BLOCK_M * BLOCK_N] float32 and arrivals
+    [tiles], zero, if K is split.
     """
     # which tile: GROUP_M row blocks walk the columns together, so that both operands stay in L2
     row_blocks = tl.cdiv(num_tokens, BLOCK_M)
@@ -143,22 +90,24 @@ def lora_linear_kernel(
     num_groups = tl.sum(groups, axis=0)
     row_place = tl.load(places_ptr + safe_row)
 
-    # base GEMM
-    if SPLIT_K == 1 or split < SPLIT_K:
-        acc = base_product(
-            x_ptr, stride_xm, stride_xk,
-            weight_ptr, stride_wn, stride_wk,
-            safe_row,
-            start + safe_column,
-            start + first,
-            split,
-            y_ptr.to(tl.int64) != 0,
-            K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
-        )  # fmt: skip
-    elif IS_SWAPPED:
+    # base GEMM: every part walks the same number of blocks of K, the LoRA part none
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    first_step = split * STEPS
+    last_step = first_step + STEPS
+    if SPLIT_K > 1:
+        last_step = tl.where(split < SPLIT_K, last_step, first_step)
+    if IS_SWAPPED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = base_steps(
+        acc,
+        x_tiles if HAS_DESCRIPTOR else x_ptr, stride_xm, stride_xk,
+        weight_tiles if HAS_DESCRIPTOR else weight_ptr, stride_wn, stride_wk,
+        safe_row, first_row, start + safe_column, start + first, first_step, last_step,
+        y_ptr.to(tl.int64) != 0,
+        K, BLOCK_K, SPLIT_K, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
+    )  # fmt: skip
 
     # the adapters of this tile, onto the same accumulator, once the shrink has finished
     if PDL:
@@ -177,23 +126,11 @@ def lora_linear_kernel(
 
     if SPLIT_K > 1:
         # the last program of a tile to arrive adds the parts up, in a fixed order
-        tile_size = BLOCK_M * BLOCK_N
-        if IS_SWAPPED:
-            inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        else:
-            inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        stride_plane = tl.num_programs(0).to(tl.int64) * tile_size
-        plane = planes_ptr + tl.program_id(0).to(tl.int64) * tile_size + inner
-        tl.store(plane + split * stride_plane, acc)
-        # every warp has stored before one thread tells
-        tl.debug_barrier()
-        arrival_ptr = arrivals_ptr + tl.program_id(0)
-        if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") < SPLIT_K:
+        acc, is_last = meet(
+            acc, planes_ptr, arrivals_ptr, tl.program_id(0), tl.num_programs(0), split, SPLIT_K + 1
+        )
+        if not is_last:
             return
-        acc = tl.load(plane)
-        for _ in tl.static_range(SPLIT_K):
-            plane += stride_plane
-            acc += tl.load(plane)
 
     if IS_SWAPPED:
         acc = acc.T
@@ -250,12 +187,15 @@ def launch_lora_linear(
     num_tokens, in_features = x.shape
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
     launch = {"launch_pdl": True} if is_dependent else {}
-    source = weight
+    x_tiles, weight_tiles = x, weight
     if has_descriptor:
-        source = TensorDescriptor.from_tensor(weight, [block_n, block_k])
+        x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
+        weight_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
     lora_linear_kernel[(tiles, split_k + 1 if split_k > 1 else 1)](
         x, x.stride(0), x.stride(1),
-        source, weight.stride(0), weight.stride(1),
+        x_tiles,
+        weight, weight.stride(0), weight.stride(1),
+        weight_tiles,
         bias if bias is not None else y,
         y, y.stride(0), y.stride(1),
         entries, entries.stride(0),

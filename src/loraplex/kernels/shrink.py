@@ -31,6 +31,7 @@ def shrink_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x[row] A[rank_index]^T [ITEM_M, BLOCK_R] over one part of K, in float32."""
@@ -41,7 +42,7 @@ def shrink_rows(
     a_row = a_ptr + rank_index.to(tl.int64)[None, :, None] * stride_ar
     lane_k = tl.arange(0, LANES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
     acc = tl.zeros((LANES, ITEM_M, BLOCK_R), dtype=tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         k = (split * STEPS + step) * STEP + lane_k
         x_mask = has_row[None, :, None]
         a_mask = (rank_index < rank)[None, :, None]
@@ -106,6 +107,92 @@ def write_groups(
 
 
 @triton.jit
+def shrink_program(
+    x_ptr, stride_xm, stride_xk,
+    entries_ptr, stride_el,
+    stride_ak,
+    stride_br,
+    plan_ptr,
+    v_ptr, stride_vk, stride_vm, stride_vs,
+    groups_ptr, stride_gt, stride_gs,
+    tile_item,
+    slice_block,
+    split,
+    num_items,
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    RANK_MULTIPLE: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ITEM_M: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LANES: tl.constexpr,
+    FILL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One item's block of v, or one tile's groups: the share of one program of the shrink.
+
+    ``tile_item`` counts items, with one more per tile for its groups; ``slice_block`` counts blocks
+    of ranks, slice by slice; ``split`` is the part of K.
+    """
+    tile = tile_item // (num_items + 1)
+    item = tile_item % (num_items + 1)
+    part = slice_block // RANK_BLOCKS
+    rank_block = slice_block % RANK_BLOCKS
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    if item == num_items:
+        # one program per tile and slice says where the B are
+        if (rank_block == 0) & (split == 0):
+            ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+            write_groups(
+                groups_ptr, stride_gt, stride_gs,
+                entries_ptr, stride_el,
+                stride_br,
+                plan_ptr,
+                tile, part,
+                TILE_M, PLACES, FILL, ITEM_SIZE,
+            )  # fmt: skip
+    else:
+        # which item: rows of which adapter
+        is_item = item < tl.load(plan + 1)
+        packed = tl.load(plan + 16 + 2 * TILE_M + item)
+        slot = tl.load(plan + 16 + 3 * TILE_M + item)
+        is_item = is_item & (slot >= 0)
+        lane = tl.arange(0, ITEM_M)
+        has_row = lane < (packed & 0xFF)
+        row = tl.load(plan + 16 + TILE_M + (packed >> 8) + lane, mask=has_row, other=0)
+
+        # which weights
+        entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
+        a_ptr = tl.load(entry_ptr, mask=is_item, other=0)
+        a_ptr = a_ptr.to(tl.pointer_type(x_ptr.dtype.element_ty))
+        stride_ar = tl.load(entry_ptr + 1, mask=is_item, other=0)
+        # said here, next to the loads: a hint on an argument of a nested function is lost
+        if RANK_MULTIPLE == 8:
+            a_ptr = tl.multiple_of(a_ptr, 16)
+            stride_ar = tl.multiple_of(stride_ar, 8)
+        rank = tl.load(entry_ptr + 4, mask=is_item, other=0).to(tl.int32)
+        scaling = tl.load(entry_ptr + 5, mask=is_item, other=0).to(tl.int32)
+        scaling = scaling.to(tl.float32, bitcast=True)
+        if rank_block * BLOCK_R < rank:
+            rank_index = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
+            acc = shrink_rows(
+                x_ptr, stride_xm, stride_xk,
+                a_ptr, stride_ar, stride_ak,
+                row, has_row, rank_index, rank, split, is_item,
+                K, SPLIT_K, ITEM_M, BLOCK_R, BLOCK_K, LANES, STAGES, PRECISION,
+            )  # fmt: skip
+            # scaled before rounding, so that a large x A^T with a small scale stays finite
+            target = v_ptr + split.to(tl.int64) * stride_vk + part * stride_vs
+            target += row.to(tl.int64)[:, None] * stride_vm + rank_index[None, :]
+            v = (acc * scaling).to(v_ptr.dtype.element_ty)
+            tl.store(target, v, mask=has_row[:, None] & (rank_index < rank)[None, :])
+
+
+@triton.jit
 def shrink_kernel(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
@@ -128,6 +215,7 @@ def shrink_kernel(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     FILL: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,65 +229,24 @@ def shrink_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tl.program_id(0) // (num_items + 1)
-    item = tl.program_id(0) % (num_items + 1)
-    part = tl.program_id(1) // RANK_BLOCKS
-    rank_block = tl.program_id(1) % RANK_BLOCKS
-    split = tl.program_id(2)
-    if item == num_items:
-        # one program per tile and slice says where the B are, one of all resets the counters
-        if (rank_block == 0) & (split == 0):
-            ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-            write_groups(
-                groups_ptr, stride_gt, stride_gs,
-                entries_ptr, stride_el,
-                stride_br,
-                plan_ptr,
-                tile, part,
-                TILE_M, PLACES, FILL, ITEM_SIZE,
-            )  # fmt: skip
-        if (tile == 0) & (tl.program_id(1) == 0) & (split == 0):
-            for first in range(0, num_arrivals, 128):
-                counter = first + tl.arange(0, 128)
-                tl.store(arrivals_ptr + counter, tl.zeros((128,), tl.int32), counter < num_arrivals)
-        return
-
-    # which item: rows of which adapter
-    plan = plan_ptr + tile * (16 + 4 * TILE_M)
-    is_item = item < tl.load(plan + 1)
-    packed = tl.load(plan + 16 + 2 * TILE_M + item)
-    slot = tl.load(plan + 16 + 3 * TILE_M + item)
-    is_item = is_item & (slot >= 0)
-    lane = tl.arange(0, ITEM_M)
-    has_row = lane < (packed & 0xFF)
-    row = tl.load(plan + 16 + TILE_M + (packed >> 8) + lane, mask=has_row, other=0)
-
-    # which weights
-    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-    a_ptr = tl.load(entry_ptr, mask=is_item, other=0).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    stride_ar = tl.load(entry_ptr + 1, mask=is_item, other=0)
-    # said here, next to the loads: a hint on an argument of a nested function is lost
-    if RANK_MULTIPLE == 8:
-        a_ptr = tl.multiple_of(a_ptr, 16)
-        stride_ar = tl.multiple_of(stride_ar, 8)
-    rank = tl.load(entry_ptr + 4, mask=is_item, other=0).to(tl.int32)
-    scaling = tl.load(entry_ptr + 5, mask=is_item, other=0).to(tl.int32)
-    scaling = scaling.to(tl.float32, bitcast=True)
-    if rank_block * BLOCK_R >= rank:
-        return
-
-    rank_index = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
-    acc = shrink_rows(
+    # one program of all resets the counters
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
+    if is_first:
+        for first in range(0, num_arrivals, 128):
+            counter = first + tl.arange(0, 128)
+            tl.store(arrivals_ptr + counter, tl.zeros((128,), tl.int32), counter < num_arrivals)
+    shrink_program(
         x_ptr, stride_xm, stride_xk,
-        a_ptr, stride_ar, stride_ak,
-        row, has_row, rank_index, rank, split, is_item,
-        K, SPLIT_K, ITEM_M, BLOCK_R, BLOCK_K, LANES, PRECISION,
+        entries_ptr, stride_el,
+        stride_ak,
+        stride_br,
+        plan_ptr,
+        v_ptr, stride_vk, stride_vm, stride_vs,
+        groups_ptr, stride_gt, stride_gs,
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), num_items,
+        K, SPLIT_K, RANK_MULTIPLE, RANK_BLOCKS, TILE_M, ITEM_M, PLACES, BLOCK_R, BLOCK_K, LANES,
+        FILL, STAGES, PRECISION,
     )  # fmt: skip
-    # the scaling comes before the rounding, so that a large x A^T with a small scale stays finite
-    target = v_ptr + split.to(tl.int64) * stride_vk + part * stride_vs
-    target += row.to(tl.int64)[:, None] * stride_vm + rank_index[None, :]
-    v = (acc * scaling).to(v_ptr.dtype.element_ty)
-    tl.store(target, v, mask=has_row[:, None] & (rank_index < rank)[None, :])
 
 
 def launch_shrink(
@@ -255,6 +302,7 @@ def launch_shrink(
         BLOCK_K=block_k,
         LANES=lanes,
         FILL=fill,
+        STAGES=num_stages,
         PDL=is_dependent,
         PRECISION=precision,
         num_warps=num_warps,

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraplex.checks import check_same, check_shape, check_tensor
+from loraplex.counters import counters_of
 from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import check_impl, has_dependent_launch, precision_of, resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
@@ -17,8 +18,10 @@ from loraplex.ops.routed import (
     check_routed,
     layout_of,
     problem_of,
+    room_for_shrink,
     run_expand,
     run_shrink,
+    shrink_rows_of,
 )
 from loraplex.reference import lora as reference
 from loraplex.routing import Routing
@@ -123,6 +126,8 @@ def run_choice(
 def _run_fused(
     x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
 ) -> Tensor:
+    if config.get("is_single_launch"):
+        return _run_single_launch(x, weight, bias, routed, shrink, config)
     from loraplex.kernels.lora_linear import launch_lora_linear
 
     block_m = min(config["block_m"], routed.tile_m)
@@ -165,6 +170,70 @@ def _run_fused(
         lora_stages=config["lora_stages"],
         is_swapped=bool(config["is_swapped"]),
         has_descriptor=bool(config.get("has_descriptor", 0)),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )
+    return y
+
+
+def _run_single_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
+) -> Tensor:
+    from loraplex.kernels.single_launch import launch_single
+
+    block_m = min(config["block_m"], routed.tile_m)
+    block_n, split_k = config["block_n"], config["split_k"]
+    tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
+    has_lora_part = bool(config["has_lora_part"])
+    planes = torch.empty(
+        (split_k + has_lora_part - 1, tiles, block_m, block_n), dtype=torch.float32, device=x.device
+    )
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    v, groups = room_for_shrink(x, routed, shrink, config["block_r"])
+    max_rank = routed.layout.max_rank
+    launch_single(
+        x,
+        weight,
+        bias,
+        y,
+        routed.entries,
+        routed.layout.a_inner_stride,
+        routed.layout.b_inner_stride,
+        v,
+        groups,
+        routed.indices,
+        routed.places,
+        routed.plan,
+        planes,
+        counters_of(x.device, 2 + tiles),
+        slices=routed.slices,
+        rank_multiple=routed.layout.rank_multiple,
+        has_column_scale=bool(routed.layout.has_column_scale),
+        has_adapter_bias=bool(routed.layout.has_bias),
+        tile_m=routed.tile_m,
+        item_m=routed.item_m,
+        num_items=routed.num_items,
+        num_places=routed.num_places,
+        max_rank=max_rank,
+        precision=precision_of(x),
+        is_dependent=has_dependent_launch(x.device),
+        shrink_r=shrink_rows_of(shrink, max_rank),
+        shrink_k=shrink["block_k"],
+        lanes=shrink["lanes"],
+        shrink_stages=shrink["num_stages"],
+        split_k=split_k,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=config["block_k"],
+        block_r=config["block_r"],
+        lora_stages=config["lora_stages"],
+        expand_at=config["expand_at"],
+        lora_steps=config["lora_steps"],
+        has_lora_part=has_lora_part,
+        prefetch=config["prefetch"],
+        is_early=bool(config["is_early"]),
+        is_swapped=bool(config["is_swapped"]),
+        has_descriptor=bool(config["has_descriptor"]),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )

@@ -150,6 +150,31 @@ def problem_of(op: str, x: Tensor, routed: Routed, weight: Tensor | None = None)
     )
 
 
+def shrink_rows_of(config: Config, max_rank: int) -> int:
+    """Ranks that one program of the shrink takes: no more than there are, but a dot's least 16."""
+    return min(config["block_r"], max(16, 1 << (max_rank - 1).bit_length()))
+
+
+def room_for_shrink(
+    x: Tensor, routed: Routed, config: Config, block_r: int
+) -> tuple[Tensor, Tensor]:
+    """Unwritten v [SPLIT_K, M, S, R] and groups [T, S, G, 4] (:mod:`loraplex.kernels.tile`)."""
+    num_slices = len(routed.slices)
+    groups_per_rank = -(-routed.layout.max_rank // 8)
+    most_groups = min(routed.tile_m, routed.entries.shape[0]) * groups_per_rank + block_r // 8
+    split_k = config["split_k"]
+    # one plane is what the consumer multiplies with; several are summed in float32 before
+    v = torch.empty(
+        (split_k, x.shape[0], num_slices, groups_per_rank * 8),
+        dtype=x.dtype if split_k == 1 else torch.float32,
+        device=x.device,
+    )
+    groups = torch.empty(
+        (routed.plan.shape[0], num_slices, most_groups, 4), dtype=torch.int64, device=x.device
+    )
+    return v, groups
+
+
 def run_shrink(
     x: Tensor, routed: Routed, config: Config, block_r: int, arrivals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -164,20 +189,8 @@ def run_shrink(
     """
     from loraplex.kernels.shrink import launch_shrink
 
-    num_slices, max_rank = len(routed.slices), routed.layout.max_rank
-    groups_per_rank = -(-max_rank // 8)
-    fill = block_r // 8
-    most_groups = min(routed.tile_m, routed.entries.shape[0]) * groups_per_rank + fill
-    split_k = config["split_k"]
-    # one plane is what the consumer multiplies with; several are summed in float32 before
-    v = torch.empty(
-        (split_k, x.shape[0], num_slices, groups_per_rank * 8),
-        dtype=x.dtype if split_k == 1 else torch.float32,
-        device=x.device,
-    )
-    groups = torch.empty(
-        (routed.plan.shape[0], num_slices, most_groups, 4), dtype=torch.int64, device=x.device
-    )
+    max_rank = routed.layout.max_rank
+    v, groups = room_for_shrink(x, routed, config, block_r)
     launch_shrink(
         x,
         routed.entries,
@@ -193,10 +206,10 @@ def run_shrink(
         num_places=routed.num_places,
         max_rank=max_rank,
         rank_multiple=routed.layout.rank_multiple,
-        fill=fill,
+        fill=block_r // 8,
         precision=precision_of(x),
         is_dependent=has_dependent_launch(x.device),
-        block_r=min(config["block_r"], max(16, 1 << (max_rank - 1).bit_length())),
+        block_r=shrink_rows_of(config, max_rank),
         block_k=config["block_k"],
         lanes=config["lanes"],
         num_warps=config["num_warps"],
