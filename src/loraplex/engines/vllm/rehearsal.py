@@ -45,9 +45,6 @@ def rehearse(layers: dict[str, AdoptedLayer], modules: dict[str, Any]) -> None:
             x = torch.randn(rows, table.in_features, dtype=table.dtype, device=table.device)
             _run(name, layer, x, weight, bias)
         layer.step.set_(np.zeros(0, dtype=np.int64))
-        if table.device.type == "cuda":
-            # the engine takes the peak so far for the memory of its weights
-            torch.cuda.reset_peak_memory_stats(table.device)
 
 
 def _plain_weight(layer: AdoptedLayer, module: Any) -> Tensor | None:
