@@ -33,14 +33,16 @@ def _all_counters(index: int) -> Tensor:
     return counters
 
 
-def reserve_counters(device: torch.device) -> None:
+def reserve_counters(device: torch.device) -> Tensor | None:
     """Allocate the counters of a tensor's device, so that they exist before a graph is captured.
+
+    Returns:
+        all of them, for an engine that gives memory back while it sleeps; None without a GPU.
 
     Raises:
         LoraplexError: inside a graph capture, if they do not exist yet.
     """
-    if device.type == "cuda":
-        _all_counters(device.index)
+    return _all_counters(device.index) if device.type == "cuda" else None
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -97,6 +98,7 @@ def _last_error(text: str) -> str:
 
 @pytest.fixture(scope="session")
 def vllm_package() -> Callable[[str], Path]:
+    """The folder ``vllm`` of a release."""
     return package_of
 
 
@@ -193,11 +195,6 @@ BASES = SimpleNamespace(
 # vLLM's LoRA layers from a release, with stand-ins for what they import
 
 
-def _divide(a: int, b: int) -> int:
-    assert a % b == 0
-    return a // b
-
-
 def _stand_ins() -> dict[str, dict[str, Any]]:
     """What the layers' files import, and from where."""
     unused: Any = Any
@@ -208,15 +205,14 @@ def _stand_ins() -> dict[str, dict[str, Any]]:
         "vllm.config.lora": {"LoRAConfig": unused},
         "vllm.distributed": {
             "split_tensor_along_last_dim": unused,
+            # a test joins the ranks' parts itself
             "tensor_model_parallel_all_gather": lambda x: x,
-            # a test adds the ranks' parts up itself
             "tensor_model_parallel_all_reduce": lambda x: x,
         },
-        "vllm.distributed.utils": {"divide": _divide},
+        "vllm.distributed.utils": {"divide": operator.floordiv},
         "vllm.forward_context": {
-            "ForwardContext": unused,
-            "get_forward_context": unused,
-            "is_forward_context_available": lambda: False,
+            "ForwardContext": unused, "get_forward_context": unused,
+            "is_forward_context_available": unused,
         },
         "vllm.model_executor.custom_op": {"maybe_get_oot_by_class": lambda one: one},
         "vllm.model_executor.layers.linear": {

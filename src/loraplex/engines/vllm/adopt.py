@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from loraplex import env
+from loraplex.counters import reserve_counters
 from loraplex.engines.vllm.layers import Maker, added, change_class, fused, watched
 from loraplex.engines.vllm.op import AdoptedLayer
 from loraplex.engines.vllm.rehearsal import rehearse
@@ -195,6 +196,8 @@ def _keep_buffers(manager: Any, plan: Plan, steps: dict[int, Step]) -> None:
             continue
         buffers = {"entries": layer._loraplex.slots.table.entries}
         step = homeless.pop(id(layer.punica_wrapper), None)
-        buffers.update(step.buffers() if step else {})
+        if step:
+            counters = reserve_counters(buffers["entries"].device)
+            buffers |= step.buffers() | ({} if counters is None else {"counters": counters})
         for label, tensor in buffers.items():
             layer.register_buffer(f"_loraplex_{label}", tensor, persistent=False)
