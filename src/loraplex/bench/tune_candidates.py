@@ -44,7 +44,24 @@ LARGE: tuple[Tile, ...] = (
     (128, 128, 64, 0, 8, 4),
     (128, 256, 64, 0, 8, 3),
 )
-SPLITS = (1, 2, 4)
+# Tiles of the single launch, where two programs should fit on a multiprocessor: one stage less of K
+# in flight, so that the shrink and the parts with adapters find room.
+SINGLE: dict[str, tuple[Tile, ...]] = {
+    "decode": (
+        (16, 64, 128, 1, 4, 4),
+        (16, 64, 128, 1, 4, 5),
+        (16, 128, 64, 1, 4, 5),
+        (16, 128, 128, 1, 4, 3),
+    ),
+    "small": (
+        (64, 32, 128, 0, 4, 4),
+        (64, 64, 64, 0, 4, 6),
+        (64, 64, 128, 0, 4, 3),
+        (64, 128, 64, 1, 4, 4),
+    ),
+    "large": (),
+}
+SPLITS = (1, 2, 3)
 # Splitting K is for tiles too few to fill the GPU; beyond this many programs it only adds planes.
 MOST_WAVES = 4
 
@@ -61,6 +78,8 @@ SHRINKS = (
     (16, 64, 4, 1, 4, 4),
     (16, 64, 4, 2, 4, 3),
     (16, 64, 4, 4, 4, 3),
+    (16, 64, 4, 2, 4, 6),
+    (16, 64, 4, 4, 4, 4),
     (16, 64, 8, 1, 8, 3),
     (16, 64, 8, 2, 8, 3),
     (32, 32, 4, 1, 4, 3),
@@ -109,7 +128,10 @@ def first_round(batch: Batch, multiprocessors: int, *, has_copy_engine: bool) ->
     block_r = _block_r(batch)
     found = [
         Candidate("fused", {"shrink": shrink, "linear": linear})
-        for linear in _tiles(batch, kind, block_r, multiprocessors, has_copy_engine)
+        for linear in (
+            *_tiles(batch, kind, block_r, has_copy_engine),
+            *_single_tiles(batch, kind, block_r, multiprocessors, has_copy_engine),
+        )
     ]
     for block_m, block_n, block_r, stages, warps in EXPANDS[kind]:
         expand = {
@@ -128,6 +150,12 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     changes += [(main, {"block_r": r}) for r in BLOCK_RS if r <= max(16, 2 * widest)]
     if main == "linear":
         changes += [(main, {"lora_stages": stages}) for stages in LORA_STAGES]
+    if best.configs[main].get("is_single_launch"):
+        changes += [(main, {"is_early": 0}), (main, {"has_descriptor": 0})]
+        changes += [(main, {"prefetch": elements}) for elements in (0, 128)]
+        if not best.configs[main]["has_lora_part"]:
+            changes += [(main, {"expand_at": eighths}) for eighths in (5, 7)]
+            changes += [(main, {"lora_steps": steps}) for steps in (0, 2, 8)]
     if main == "linear" and size_class(batch.m) == "large":
         changes += [(main, {"group_m": group}) for group in GROUP_MS]
     found = [best.changed(kernel, config) for kernel, config in changes]
@@ -155,11 +183,26 @@ def third_round(best: Candidate, ordered: Sequence[Candidate]) -> list[Candidate
     return [] if together.key in known else [together]
 
 
-def _tiles(
-    batch: Batch, kind: str, block_r: int, multiprocessors: int, has_copy_engine: bool
-) -> Iterator[Config]:
+def _tiles(batch: Batch, kind: str, block_r: int, has_copy_engine: bool) -> Iterator[Config]:
     lists = {"decode": DECODE, "small": SMALL, "large": LARGE}
     for block_m, block_n, block_k, is_swapped, warps, stages in lists[kind]:
+        if block_n > 2 * max(batch.layer.slices):
+            continue
+        # the copy engine pays where few, large programs read a tile along all of K; K is split by
+        # the single launch only
+        for has_descriptor in (0, 1) if has_copy_engine and kind == "large" else (0,):
+            yield {
+                "block_m": block_m, "block_n": block_n, "block_k": block_k,
+                "block_r": block_r, "split_k": 1, "is_swapped": is_swapped,
+                "has_descriptor": has_descriptor, "group_m": 8, "lora_stages": 2,
+                "num_warps": warps, "num_stages": stages,
+            }  # fmt: skip
+
+
+def _single_tiles(
+    batch: Batch, kind: str, block_r: int, multiprocessors: int, has_copy_engine: bool
+) -> Iterator[Config]:
+    for block_m, block_n, block_k, is_swapped, warps, stages in SINGLE[kind]:
         if block_n > 2 * max(batch.layer.slices):
             continue
         tiles = -(-batch.m // block_m) * sum(-(-width // block_n) for width in batch.layer.slices)
@@ -168,14 +211,15 @@ def _tiles(
                 tiles * split > MOST_WAVES * multiprocessors or block_k * split > batch.layer.k
             ):
                 continue
-            # the copy engine pays where few, large programs read a tile along all of K
-            may_copy = has_copy_engine and kind == "large" and split == 1
-            for has_descriptor in (0, 1) if may_copy else (0,):
+            for has_lora_part in (0, 1):
                 yield {
                     "block_m": block_m, "block_n": block_n, "block_k": block_k,
                     "block_r": block_r, "split_k": split, "is_swapped": is_swapped,
-                    "has_descriptor": has_descriptor, "group_m": 8, "lora_stages": 2,
-                    "num_warps": warps, "num_stages": stages,
+                    "has_descriptor": int(has_copy_engine), "group_m": 1, "lora_stages": 3,
+                    "is_single_launch": 1, "has_lora_part": has_lora_part, "is_early": 1,
+                    "expand_at": 6 if split == 1 else 8,
+                    "lora_steps": 0 if split == 1 or has_lora_part else 4,
+                    "prefetch": 256, "num_warps": warps, "num_stages": stages,
                 }  # fmt: skip
 
 
