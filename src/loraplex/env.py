@@ -7,7 +7,7 @@
 | ``LORAPLEX_TUNING_DIR`` | folder of tuning tables that are read before the ones in the package |
 | ``LORAPLEX_COMMIT`` | commit named in result files where git cannot tell it |
 | ``LORAPLEX=1`` | let vLLM's LoRA run on loraplex (:mod:`loraplex.engines.vllm`) |
-| ``SGLANG_PLUGINS``, ``VLLM_PLUGINS`` | read for ``loraplex env``: plugins that an engine may load |
+| ``SGLANG_PLUGINS``, ``VLLM_PLUGINS`` | read for ``loraplex env``: plugins an engine may load |
 
 Unset, ``LORAPLEX_TUNING_DIR`` is ``loraplex/tuning`` under ``XDG_DATA_HOME`` or ``~/.local/share``,
 where ``loraplex tune`` writes; set to nothing, there is no such folder.
