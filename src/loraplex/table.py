@@ -358,9 +358,7 @@ class AdapterTable:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Addresses mean nothing in a copy, whose tensors lie elsewhere."""
-        raise TypeError(
-            "an AdapterTable cannot be copied or pickled; make one over copied pools"
-        )
+        raise TypeError("an AdapterTable cannot be copied or pickled; make one over copied pools")
 
     def __repr__(self) -> str:
         return (

@@ -98,6 +98,10 @@ def test_a_file_that_cannot_be_written_is_refused_first(
     assert "--json must be a file, got the folder" in capsys.readouterr().err
 
 
-def test_negative_number_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--cases", "-1"]) == 2
-    assert "--cases must not be negative, got -1" in capsys.readouterr().err
+@pytest.mark.parametrize("count", ["-1", "1.5", "99999999999"])
+def test_bad_number_of_cases(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "--cases", count])
+    assert stop.value.code == 2
+    message = f"--cases: must be a whole number from 0 to 1000000, got {count!r}"
+    assert message in capsys.readouterr().err

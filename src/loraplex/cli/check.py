@@ -25,7 +25,7 @@ from loraplex.bench.cases import (
 from loraplex.bench.header import make_header
 from loraplex.bench.timing import capture
 from loraplex.bench.verdict import judge
-from loraplex.cli.arguments import check_file
+from loraplex.cli.arguments import check_file, whole
 from loraplex.cli.bench import write_json
 from loraplex.cli.render import Column, print_table, progress
 from loraplex.ops.impls import TRITON_IMPLS, why_no_triton
@@ -34,6 +34,7 @@ FOUR_TOKEN_TOLERANCE = 1e-3
 # The op in TRITON_IMPLS that decides which implementations a checked op has.
 FAMILY = {"fused_matmul_expand": "matmul"}
 INTERPRETED_CASES = 60
+MOST_CASES = 1_000_000
 
 
 @dataclass
@@ -67,15 +68,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run the four-token example and random cases through every implementation "
         "that this machine has, and compare with float64. Exit code 1 on any failure.",
     )
-    parser.add_argument("--cases", type=int, default=400, help="random cases (default 400)")
+    parser.add_argument(
+        "--cases", type=whole(0, MOST_CASES), default=400, help="random cases (default 400)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random cases (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, print a table, and return 1 if anything failed."""
-    if args.cases < 0:
-        raise ValueError(f"--cases must not be negative, got {args.cases}")
     check_file("--json", args.json)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")

@@ -54,7 +54,7 @@ def lora_linear(
             or ``"gemm_add"`` (``F.linear``, then :func:`add_lora_`).
 
     Returns:
-        [M, N] in the dtype of x.
+        [M, N] in the dtype of x, under autocast too.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, device or shape.
