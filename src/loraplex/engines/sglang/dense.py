@@ -23,6 +23,8 @@ from loraplex.table import AdapterTable
 BIAS_LAYERS = ("ColumnParallelLinearWithLoRA", "ReplicatedLinearWithLoRA")
 ROW_LAYER = "RowParallelLinearWithLoRA"
 PLAIN_METHOD = "UnquantizedLinearMethod"
+# Implementations of lora_linear in which the base GEMM is torch's; SGLang has its own for those.
+BASE_APART = ("torch", "gemm_add")
 
 
 @dataclass
@@ -135,7 +137,7 @@ class DenseLora:
             table.slices, Layout(*layout_of(table)),
         )  # fmt: skip
         problem = problem_of("lora_linear", x, routed, module.base_layer.weight)
-        return resolve(problem, self.impl, x.device).impl == "fused"
+        return resolve(problem, self.impl, x.device).impl not in BASE_APART
 
 
 def has_plain_weight(module: Any, table: AdapterTable, x: Tensor) -> bool:
