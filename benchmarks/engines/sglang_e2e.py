@@ -38,6 +38,7 @@ if str(SOURCE) not in sys.path:
 os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 START = time.monotonic()
+PARTS = "demo, wide, main, rank64, many, tp2, wide_tp2; those joined by + start together"
 POLL = 0.1
 
 
@@ -198,8 +199,8 @@ def run(options: argparse.Namespace) -> None:
     }  # fmt: skip
     deadline = START + options.limit
     parts = parts_of(options)
-    for name in options.parts.split(","):
-        run_part(options, parts[name], deadline, result)
+    for names in options.parts.split(","):
+        run_parts(options, [parts[name] for name in names.split("+")], deadline, result)
         (out / "sglang.json").write_text(json.dumps(result, indent=1))
     show(result)
     for engine, lines in result["failures"].items():
@@ -207,32 +208,33 @@ def run(options: argparse.Namespace) -> None:
     sys.exit(bool(result["failures"]) or not all(c.get("is_right", True) for c in result["checks"]))
 
 
-def run_part(
-    options: argparse.Namespace, part: Part, deadline: float, result: dict[str, Any]
+def run_parts(
+    options: argparse.Namespace, parts: list[Part], deadline: float, result: dict[str, Any]
 ) -> None:
-    """Start, measure and end the engines of one part, and add what they gave to the result."""
-    engines = [Engine(options, part, backend) for backend in part.backends]
-    answers = {}
+    """Start, measure and end the engines of some parts, and add what they gave to the result."""
+    engines = [Engine(options, part, backend) for part in parts for backend in part.backends]
+    answers: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
     try:
         up = [e for e in engines if e.wait_for("up", min(deadline, time.monotonic() + 240))]
-        say(part.name, "up:", *(engine.name for engine in up))
+        say("up:", *(engine.name for engine in up))
         for engine in engines:
             is_done = engine in up and engine.measure(deadline)
             if not is_done:
                 result["failures"][engine.name] = engine.last_lines()
             for row in engine.rows():
                 if "answers" in row:
-                    answers[row["backend"]] = row["answers"]
+                    answers[row["part"]][row["backend"]] = row["answers"]
                 else:
                     result["rows"].append(row)
             say(engine.name, "measured" if is_done else "FAILED")
     finally:
         for engine in engines:
             engine.end()
-    if answers:
-        from sglang_check import judge
+    for part in parts:
+        if answers[part.name]:
+            from sglang_check import judge
 
-        result["checks"] += judge(part, answers)
+            result["checks"] += judge(part, answers[part.name])
 
 
 def show(result: dict[str, Any]) -> None:
@@ -272,7 +274,7 @@ def main() -> None:
     add("files", nargs="*", help="result files, for `table` and `plot`")
     add("--dir", default="/tmp/loraplex_sglang", help="models, adapters, logs of the engines")
     add("--out", default="benchmarks/results", help="folder of sglang.json")
-    add("--parts", default="demo,wide,main", help="demo, wide, main, rank64, many, tp2, wide_tp2")
+    add("--parts", default="demo+wide,main", help=PARTS)
     add("--backends", default="none,csgmv,triton,triton_v2,loraplex")
     add("--batches", default="64,16,1")
     add("--prefill", type=int, default=1, help="0 leaves out the load of one new token")
@@ -290,7 +292,8 @@ def main() -> None:
     if options.verb == "prepare":
         from sglang_setup import prepare
 
-        parts = [parts_of(options)[name] for name in options.parts.split(",")]
+        names = options.parts.replace("+", ",").split(",")
+        parts = [parts_of(options)[name] for name in names]
         prepare(
             Path(options.dir),
             sorted({part.rank for part in parts if part.loads}),
