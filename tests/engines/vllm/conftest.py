@@ -7,6 +7,7 @@ tests on them are skipped with a warning, and the fakes below still run.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import operator
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -69,8 +71,11 @@ _versions: dict[str, str] = {}
 
 
 def package_of(version: str) -> Path:
-    """The folder ``vllm`` of one release's source distribution; kept from run to run."""
+    """The folder ``vllm`` of one release: installed, or its source distribution, which is kept."""
     version = newest_version() if version == NEWEST else version
+    installed = importlib.util.find_spec("vllm")
+    if installed and installed.origin and metadata.version("vllm").partition("+")[0] == version:
+        return Path(installed.origin).parent
     folder = CACHE / version
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -230,6 +230,25 @@ def test_extra_batch_axis(layer: Layer) -> None:
     assert torch.equal(y[0], layer.run(x[0]))
 
 
+@pytest.mark.gpu
+def test_captured_graph_sees_later_steps(layer: Layer) -> None:
+    """Captured with dummy adapters on 16 rows, replayed for other tokens and other adapters."""
+    x = torch.randn(16, layer.case.in_features).to(layer.base.weight)
+    layer.step([0, 1, 3, 0] * 4)
+    layer.run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer.run(x)
+    for slots in (MIXED, [-1] * 16, [1] * 3, [0, 3] * 8):
+        layer.step(slots)
+        layer.load(3, [2] * (len(layer.case.outputs) if layer.case.has_parts else 1), seed=3)
+        graph.replay()
+        exact = layer.truth(x, slots, torch.float64)
+        eager = (layer.truth(x, slots, layer.case.dtype).double() - exact).abs().max()
+        limit = 2 * eager + torch.finfo(layer.case.dtype).eps * exact.abs().max()
+        assert (y.double() - exact).abs().max() <= limit
+
+
 COMPILED = [pair for pair in LAYERS if pair[1].name in ("qkv", "row", "quantised qkv")]
 
 
