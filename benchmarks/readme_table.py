@@ -1,4 +1,4 @@
-"""Put the numbers of results/ into README.md and docs/kernels/lora_linear.md.
+"""Put the numbers of results/ into README.md, docs/kernels/lora_linear.md and docs/pool.md.
 
     python benchmarks/readme_table.py [--check]
 
@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 STEPS = ROOT / "benchmarks" / "results" / "steps.json"
 KERNEL_PAGE = ROOT / "docs" / "kernels" / "lora_linear.md"
+POOL_PAGE = ROOT / "docs" / "pool.md"
+POOL = ROOT / "benchmarks" / "results" / "pool.json"
 PEERS = ROOT / "benchmarks" / "results" / "peers_decode.json"
 REGION = re.compile(r"(<!-- numbers:begin[^>]*-->\n).*(<!-- numbers:end -->)", re.DOTALL)
 NONE_YET = (
@@ -115,12 +117,32 @@ def peers(path: Path = PEERS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pool(path: Path = POOL) -> str:
+    """What the pool costs, against what it may cost."""
+    content = json.loads(path.read_text())
+    header = content["header"]
+    lines = ["| | measured | at most | |", "| --- | ---: | ---: | --- |"]
+    for figure in content["figures"]:
+        most = "" if figure["most"] is None else f"{figure['most']:g}"
+        missed = "" if figure["is_met"] else ", **missed**"
+        lines.append(
+            f"| {figure['name']} | {figure['value']:.4g} {figure['unit']} | {most}{missed} "
+            f"| {figure['detail']} |"
+        )
+    lines += [
+        "",
+        f"`{header['command']}` on {header['device']}, driver {header['driver']}, torch "
+        f"{header['torch']}, commit {header['commit'][:7]}, {header['date'][:10]}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare only")
     args = parser.parse_args()
     is_stale = False
-    for page, text in ((README, numbers()), (KERNEL_PAGE, peers())):
+    for page, text in ((README, numbers()), (KERNEL_PAGE, peers()), (POOL_PAGE, pool())):
         before = page.read_text()
         after = with_numbers(before, text)
         is_stale = is_stale or after != before

@@ -56,6 +56,8 @@ def test_numbers_are_those_of_the_result_file(script: ModuleType) -> None:
     assert script.with_numbers(text, script.numbers()) == text, "run benchmarks/readme_table.py"
     page = script.KERNEL_PAGE.read_text()
     assert script.with_numbers(page, script.peers()) == page, "run benchmarks/readme_table.py"
+    page = script.POOL_PAGE.read_text()
+    assert script.with_numbers(page, script.pool()) == page, "run benchmarks/readme_table.py"
 
 
 def steps_content() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -378,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_gpu:
         print(NO_GPU)
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    header = make_header()
+    header = make_header(["python", "-m", "loraplex.bench.pool", *sys.argv[1:]])
     print(" · ".join(f"{key} {header[key]}" for key in ("device", "driver", "torch", "commit")))
     print(f"mode {'quick' if is_quick else 'full'}\n")
     figures = measure(QUICK if is_quick else LLAMA_8B, device, has_limits=not is_quick)
