@@ -273,7 +273,7 @@ class Decode:
             name = visitors[turn % len(visitors)]
             self.pool.prefetch([name]).result()
             while not (self.pool.is_ready(name) or stop.is_set()):
-                time.sleep(1e-4)
+                time.sleep(5e-4)
             turn += 1
 
 
