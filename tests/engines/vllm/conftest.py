@@ -38,62 +38,52 @@ FAKE = "fake"
 # Sources of a release
 
 
-def skip_loudly(reason: str) -> None:
-    """Skips are easily missed; a warning stands in the summary of every run."""
-    warnings.warn(f"no vLLM sources, contract not tested: {reason}", stacklevel=2)
-    pytest.skip(reason)
+def package_of(version: str) -> Path:
+    """The folder ``vllm`` of one release; skips a test that cannot have it, loudly."""
+    found = find_package(version)
+    if isinstance(found, str):
+        warnings.warn(f"vLLM's sources are not tested: {found}", stacklevel=2)
+        pytest.skip(found)
+    return found
 
 
-def pip(*arguments: str, room: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
-    env = {**os.environ, **({"TMPDIR": str(room)} if room else {})}
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env=env
-        )
-    except subprocess.TimeoutExpired:
-        skip_loudly("pip took longer than 300 s")
-        raise
-
-
-def newest_version() -> str:
-    """The newest release, asked for once a run."""
-    if NEWEST not in _versions:
+@functools.cache
+def find_package(version: str) -> Path | str:
+    """That folder, installed or of the source distribution, which is kept; or why there is none."""
+    if version == NEWEST:
         done = pip("install", "vllm", "--no-deps", "--dry-run", "--ignore-installed",
                    "--no-build-isolation", "--only-binary=:all:", "--report", "-")  # fmt: skip
         if done.returncode:
-            skip_loudly(f"pip found no release: {_last_error(done.stderr)}")
-        _versions[NEWEST] = json.loads(done.stdout)["install"][0]["metadata"]["version"]
-    return _versions[NEWEST]
-
-
-_versions: dict[str, str] = {}
-
-
-def package_of(version: str) -> Path:
-    """The folder ``vllm`` of one release: installed, or its source distribution, which is kept."""
-    version = newest_version() if version == NEWEST else version
+            return f"pip finds no release: {_last_error(done.stderr)}"
+        return find_package(json.loads(done.stdout)["install"][0]["metadata"]["version"])
     installed = importlib.util.find_spec("vllm")
     if installed and installed.origin and metadata.version("vllm").partition("+")[0] == version:
         return Path(installed.origin).parent
     folder = CACHE / version
-    if not folder.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as room:
-            # pip unpacks it, then asks it for metadata, which needs much that is not here and may
-            # fail: what it has unpacked is all that is wanted
-            done = pip(
-                "download", f"vllm=={version}", "--no-deps", "--no-binary=:all:",
-                "--no-build-isolation", "--no-clean", "-d", room, room=Path(room),
-            )  # fmt: skip
-            found = sorted(Path(room).glob("*/vllm*/vllm/lora"))
-            if not found:
-                skip_loudly(f"pip could not download vllm {version}: {_last_error(done.stderr)}")
-            try:
-                found[0].parent.rename(folder)
-            except OSError:
-                assert folder.is_dir()  # another process was quicker
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as room:
+        # pip unpacks it, then asks it for metadata, which needs much that is not here and may
+        # fail: what it has unpacked is all that is wanted
+        done = pip("download", f"vllm=={version}", "--no-deps", "--no-binary=:all:", "--no-clean",
+                   "--no-build-isolation", "-d", room, TMPDIR=room)  # fmt: skip
+        packages = sorted(Path(room).glob("*/vllm*/vllm/lora"))
+        if not packages:
+            return f"pip cannot download vllm {version}: {_last_error(done.stderr)}"
+        try:
+            packages[0].parent.rename(folder)
+        except OSError:
+            assert folder.is_dir()  # another process was quicker
     return folder
+
+
+def pip(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"]
+    env = {"PIP_RETRIES": "1", **os.environ, **environment}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
 
 
 def _last_error(text: str) -> str:
@@ -153,16 +143,10 @@ class LinearBase(torch.nn.Module):
         return self.quant_method.apply(self, x, self.bias), None
 
 
-class ReplicatedLinear(LinearBase):
-    pass
-
-
-class ColumnParallelLinear(LinearBase):
-    pass
-
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    pass
+ReplicatedLinear: Any = type("ReplicatedLinear", (LinearBase,), {})
+ColumnParallelLinear: Any = type("ColumnParallelLinear", (LinearBase,), {})
+MergedColumnParallelLinear: Any = type("MergedColumnParallelLinear", (ColumnParallelLinear,), {})
+RowParallelLinear: Any = type("RowParallelLinear", (LinearBase,), {})
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -176,10 +160,6 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.total_num_heads, self.total_num_kv_heads = q // 8, k // 8
         self.num_heads, self.num_kv_heads = q // 8 // self.tp_size, k // 8 // self.tp_size
         self.num_kv_head_replicas = 1
-
-
-class RowParallelLinear(LinearBase):
-    pass
 
 
 class GateLinear(ReplicatedLinear):
