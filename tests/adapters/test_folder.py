@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from loraplex.adapters import load_adapter
+from loraplex.adapters.folder import AdapterFolder
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -234,6 +236,49 @@ def test_bin_of_other_things(content: Any, said: str, folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     torch.save(content, folder / "adapter_model.bin")
     assert said in refusal(folder)
+
+
+def test_bin_that_unpacks_to_more_than_it_shows(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    plain, packed = folder / "plain.bin", folder / "adapter_model.bin"
+    torch.save({f"{NAME}.lora_A.weight": torch.zeros(4, 1 << 20)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name), compress_type=zipfile.ZIP_DEFLATED)
+    assert packed.stat().st_size < plain.stat().st_size // 100
+    torch.load(packed, weights_only=True)  # torch unpacks it
+    assert "a compressed archive, which torch.save never writes" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "adapter_model.bin"])
+def test_a_file_larger_than_the_memory_is_not_read(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(b"never read" * 100)
+    monkeypatch.setattr("loraplex.adapters.folder.physical_memory", lambda: 999)
+    assert f"{name} has 1000 bytes, more than this machine's 999 of memory" in refusal(folder)
+    monkeypatch.undo()
+    os.truncate(folder / name, 1 << 42)  # takes no room on disk
+    assert f"{name} has {1 << 42} bytes, more than" in refusal(folder)
+
+
+def test_a_link_put_in_place_of_a_checked_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, outside = tmp_path / "root", write_adapter(tmp_path / "outside")
+    victim = write_adapter(root / "a")
+    contained = AdapterFolder._contained
+
+    def swap(self: AdapterFolder, name: str) -> str:
+        path = contained(self, name)
+        if name == WEIGHTS:
+            (victim / WEIGHTS).unlink()
+            (victim / WEIGHTS).symlink_to(outside / WEIGHTS)
+        return path
+
+    monkeypatch.setattr(AdapterFolder, "_contained", swap)
+    assert f"cannot open {WEIGHTS}" in refusal("a", root=root)
 
 
 def test_truncated_bin(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import zipfile
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
@@ -76,17 +77,18 @@ class AdapterFolder:
 
     def _read_safetensors(self) -> dict[str, torch.Tensor]:
         with self._open(self._contained(SAFETENSORS_NAME), SAFETENSORS_NAME) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = self._weights_size(file, SAFETENSORS_NAME)
             return read_safetensors(file, size, f"{self.label}: {SAFETENSORS_NAME}")
 
     def _read_pickle(self) -> dict[str, torch.Tensor]:
         path = self._contained(PICKLE_NAME)
         with self._open(path, PICKLE_NAME) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = self._weights_size(file, PICKLE_NAME)
             if file.read(len(LFS_MAGIC)) == LFS_MAGIC:
                 raise lfs_error(f"{self.label}: {PICKLE_NAME}")
             file.seek(0)
             try:
+                _check_archive(file)
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
@@ -118,6 +120,17 @@ class AdapterFolder:
             )
         return value.detach().clone(memory_format=torch.contiguous_format)
 
+    def _weights_size(self, file: BufferedReader, name: str) -> int:
+        """Bytes of a file that is about to be read whole; a sparse one may claim any size."""
+        size = os.fstat(file.fileno()).st_size
+        memory = physical_memory()
+        if size > memory:
+            raise AdapterError(
+                f"{self.label}: {name} has {size} bytes, "
+                f"more than this machine's {memory} of memory"
+            )
+        return size
+
     def _contained(self, name: str) -> str:
         path = os.path.realpath(os.path.join(self.path, name))
         if self.root is not None and not _is_inside(path, self.root):
@@ -127,7 +140,8 @@ class AdapterFolder:
     def _open(self, path: str, name: str) -> BufferedReader:
         """Open without blocking on a FIFO, and only a regular file."""
         try:
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            # the path is resolved, so a link here was put in its place just now
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError as error:
             raise AdapterError(f"{self.label}: cannot open {name}: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -180,6 +194,26 @@ def open_folder(
         advice = " (loraplex downloads nothing)" if root is None else ""
         raise AdapterError(f"{label[:300]}: {what}{advice}")
     return AdapterFolder(label, found, base)
+
+
+def physical_memory() -> int:
+    """Bytes of memory in this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_archive(file: BufferedReader) -> None:
+    """torch.save never compresses, so what does is made to unpack to more than it shows.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: a compressed entry, or a damaged archive.
+    """
+    if zipfile.is_zipfile(file):
+        file.seek(0)
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is a compressed archive, which torch.save never writes")
+    file.seek(0)
 
 
 def _is_folder(path: str) -> bool:
