@@ -98,16 +98,16 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     if is_bare:
         patch_sglang()
-    jobs = []
+    codes: list[str] = []
     if not is_tiny:
-        for code in (KERNELS, DEMO_KERNELS):
-            jobs.append(subprocess.Popen([sys.executable, "-c", code]))
-        sizes = {(part.rank, part.slots) for part in parts if part.loads}
-        here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        for rank, count in sorted(sizes):
-            for name in LAYERS:
-                call = f"import sglang_setup; sglang_setup.compile_ours({name!r}, {rank}, {count})"
-                jobs.append(subprocess.Popen([sys.executable, "-c", here + call]))
+        sizes = sorted({(part.rank, part.slots) for part in parts if part.loads})
+        here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        codes = [KERNELS, DEMO_KERNELS] + [
+            here + f"import sglang_setup as s; s.compile_ours({name!r}, {rank}, {count})"
+            for rank, count in sizes
+            for name in LAYERS
+        ]
+    jobs = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
     write_plugin(folder / "plugin")
     config = TINY if is_tiny else LLAMA
     write_config(folder / "llama", config)
