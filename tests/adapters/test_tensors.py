@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from loraplex.adapters import (
     Adapter,
     AdapterSpec,
     EmbeddingLora,
+    LayerShape,
     ModuleLora,
     ParameterLora,
     check_base_copies,
     load_adapter,
     match,
 )
+from loraplex.adapters.assemble import Assembler
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
 pytest.importorskip("peft")
@@ -337,3 +340,29 @@ def test_expert_index_is_checked() -> None:
     stack = ParameterLora("p", torch.ones(4, 8), torch.ones(8, 4), 1.0, 2)
     with pytest.raises(ValueError, match=r"index must be in \[0, 2\), got 2"):
         stack.expert(2)
+
+
+def test_the_work_grows_with_the_modules_not_with_their_square() -> None:
+    """Adapters of single experts have tens of thousands of modules."""
+
+    def steps(count: int) -> int:
+        names = [f"model.layers.0.mlp.experts.{i}.up_proj" for i in range(count)]
+        tensors = {f"{n}.lora_A.weight": torch.ones(1, 4) for n in names}
+        tensors |= {f"{n}.lora_B.weight": torch.ones(4, 1) for n in names}
+        lines = 0
+
+        def trace(frame: Any, event: str, value: Any) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            adapter = Assembler(AdapterSpec(r=1), "test").assemble(tensors, strict=True)
+            match(adapter, {name: LayerShape.plain(4, 4) for name in names})
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert steps(200) < 2.2 * steps(100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,11 +47,12 @@ class Assembler:
         modules: dict[str, ModuleLora] = {}
         embeddings: dict[str, EmbeddingLora] = {}
         parameters: dict[str, ParameterLora] = {}
+        levels = Counter(name for name, _ in parts.lora)
         for (name, depth), group in parts.lora.items():
             if "embedding_a" in group:
                 embeddings[name] = self._embedding(name, group)
                 continue
-            parameter = parameter_of(name, depth, parts.lora, self.spec, self.label)
+            parameter = parameter_of(name, depth, levels[name], self.spec, self.label)
             if parameter is None or parameter.endswith(".weight"):
                 # A two-dimensional weight is a linear layer under another name.
                 modules[name] = self._module(name, parameter or name, group, parts.base)

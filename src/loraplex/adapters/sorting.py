@@ -136,15 +136,16 @@ def _check_complete(groups: Mapping[tuple[str, int], Group], label: str) -> None
         )
 
 
-def parameter_of(
-    name: str, depth: int, groups: Iterable[tuple[str, int]], spec: AdapterSpec, label: str
-) -> str | None:
+def parameter_of(name: str, depth: int, levels: int, spec: AdapterSpec, label: str) -> str | None:
     """The parameter (``target_parameters``) of a LoRA pair, or None: it is the module's own.
+
+    Args:
+        name, depth: module, and how deep PEFT's wrapper of the pair lies.
+        levels: LoRA pairs of that module.
 
     Raises:
         UnsupportedAdapterError: the names leave open which parameter it is.
     """
-    levels = sum(1 for other, _ in groups if other == name)
     targets: dict[str, bool] = {}  # parameter → the entry names the module too
     for entry in spec.target_parameters:
         path, _, parameter = entry.rpartition(".")
