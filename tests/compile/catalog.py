@@ -22,7 +22,26 @@ import loraplex as lp
 import loraplex.ops
 from loraplex import tuning
 from loraplex.ops.impls import TRITON_IMPLS
-from loraplex.tuning import choose
+from loraplex.tuning import Choice, choose
+
+# Only a measured table sends anything to the single launch; these blocks fit everywhere.
+SINGLE_LAUNCH = {
+    "shrink": {
+        "block_r": 16, "block_k": 32, "lanes": 4, "split_k": 2, "num_warps": 4, "num_stages": 3,
+    },
+    "linear": {
+        "block_m": 16, "block_n": 64, "block_k": 64, "block_r": 32, "split_k": 1,
+        "is_swapped": 1, "has_descriptor": 0, "group_m": 8, "lora_stages": 2, "num_warps": 4,
+        "num_stages": 3, "is_single_launch": 1, "has_lora_part": 0, "expand_at": 8,
+        "lora_steps": 0, "prefetch": 128, "is_early": 0,
+    },
+}  # fmt: skip
+SINGLE_LAUNCH_WAYS: tuple[dict[str, int], ...] = (
+    {},
+    {"expand_at": 4, "split_k": 3, "lora_steps": 4, "is_early": 1},
+    {"has_lora_part": 1, "split_k": 2},
+)
+HAS_COPY_ENGINE = ("sm_90", "sm_100")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -66,11 +85,35 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     problems = [*rule_problems(arch), *filter(lambda p: has_rule(p, arch), other_problems())]
     for problem in dict.fromkeys(problems):
         yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
+    yield from single_launch_cases(arch)
     for max_tokens, dtype in ((1, torch.int32), (64, torch.int64), (4096, torch.int32)):
         yield CompileCase(
             f"routing M={max_tokens} {dtype}",
             lambda max_tokens=max_tokens, dtype=dtype: call_routing(max_tokens, dtype),
         )
+
+
+def single_launch_cases(arch: str) -> Iterator[CompileCase]:
+    """The kernel that waits for itself, also where no shipped rule takes it."""
+    plain = Problem("lora_linear", "fused", m=16)
+    for problem, changes in (
+        *((plain, way) for way in SINGLE_LAUNCH_WAYS),
+        (replace(plain, m=40, has_extras=True), {"is_swapped": 0}),
+        (replace(plain, dtype="float32"), {"has_lora_part": 1}),
+        # masked loads of two bytes need many registers
+        (
+            replace(plain, k=4095, slices=(3423,), is_aligned=False),
+            {"split_k": 2, "block_n": 32, "block_k": 32},
+        ),
+    ):
+        has_engine = arch in HAS_COPY_ENGINE and problem.is_aligned and problem.dtype != "float32"
+        for has_descriptor in (0, 1) if has_engine else (0,):
+            config = {**changes, "has_descriptor": has_descriptor}
+            words = " ".join(f"{key}={value}" for key, value in config.items())
+            yield CompileCase(
+                f"single launch {words} {problem}",
+                lambda problem=problem, config=config: call_single(problem, arch, config),
+            )
 
 
 def rule_problems(arch: str) -> Iterator[Problem]:
@@ -169,6 +212,16 @@ def call(problem: Problem, arch: str) -> None:
             lp.add_lora_(y, x, table, routing, bias=bias, impl=problem.impl)
         else:
             lp.lora_linear(x, weight, table, routing, bias=bias, impl=problem.impl)
+
+
+def call_single(problem: Problem, arch: str, changes: Mapping[str, int]) -> None:
+    """``lora_linear`` in one launch, whatever the tables say."""
+    configs = {**SINGLE_LAUNCH, "linear": {**SINGLE_LAUNCH["linear"], **changes}}
+    chosen = Choice("fused", configs, "the compile test")
+    # the package has a function of the module's name
+    module = importlib.import_module("loraplex.ops.lora_linear")
+    with mock.patch.object(module, "resolve", return_value=chosen):
+        call(problem, arch)
 
 
 @contextlib.contextmanager
