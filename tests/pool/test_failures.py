@@ -189,6 +189,7 @@ def test_a_wait_that_fails_holds_nothing(
     kit: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copies were issued; whoever asked gets the error, and no lease that nobody can end."""
+    kit.device = torch.device("cpu")  # whose streams are simulated
     streams = kit.streams()
     pool = kit.pool(max_adapters=1, timeline=streams)
     adapter = kit.adapter()
