@@ -32,23 +32,43 @@ SHRINK = {
     "block_r": 32, "block_k": 32, "lanes": 4, "split_k": 1, "num_warps": 4, "num_stages": 2,
 }  # fmt: skip
 
-# name, how the base and the adapters are dealt out, split K of the shrink; K has four blocks
+# name, how the base and the adapters are dealt out, split K of the shrink; K = 200 has four blocks
+# of 64 and seven of 32
 WAYS: tuple[tuple[str, dict[str, int], int], ...] = (
     ("after", {}, 1),
     ("before", {"expand_at": 0, "is_early": 1}, 2),
     ("middle", {"expand_at": 4, "is_swapped": 1}, 4),
     ("parts_2", {"split_k": 2, "is_swapped": 1, "has_descriptor": 1}, 2),
-    ("parts_2_middle", {"split_k": 2, "expand_at": 4, "has_descriptor": 1, "is_early": 1}, 1),
-    ("parts_3_less", {"split_k": 3, "expand_at": 4, "lora_steps": 4, "block_r": 16}, 2),
+    (
+        "parts_2_middle",
+        {
+            "split_k": 2, "block_k": 32, "expand_at": 4, "lora_steps": 2, "has_descriptor": 1,
+            "is_early": 1,
+        },
+        1,
+    ),
+    (
+        "parts_3_less",
+        {"split_k": 3, "block_k": 32, "expand_at": 4, "lora_steps": 4, "block_r": 16},
+        2,
+    ),
     ("parts_2_none", {"split_k": 2, "lora_steps": 9, "is_swapped": 1}, 1),
     ("parts_3_none", {"split_k": 3, "expand_at": 0, "lora_steps": 9, "has_descriptor": 1}, 2),
     ("parts_6", {"split_k": 6, "lora_steps": 4}, 1),
     ("own", {"has_lora_part": 1}, 4),
     ("own_copied", {"has_lora_part": 1, "has_descriptor": 1, "is_swapped": 1, "is_early": 1}, 1),
-    ("own_parts_2", {"has_lora_part": 1, "split_k": 2, "lora_steps": 4, "is_swapped": 1}, 2),
-    ("own_parts_3", {"has_lora_part": 1, "split_k": 3, "expand_at": 4, "has_descriptor": 1}, 2),
+    (
+        "own_parts_2",
+        {"has_lora_part": 1, "split_k": 2, "block_k": 32, "lora_steps": 4, "is_swapped": 1},
+        2,
+    ),
+    (
+        "own_parts_3",
+        {"has_lora_part": 1, "split_k": 3, "block_k": 32, "expand_at": 4, "has_descriptor": 1},
+        2,
+    ),
     ("own_parts_3_none", {"has_lora_part": 1, "split_k": 3, "lora_steps": 9, "block_r": 64}, 1),
-)
+)  # fmt: skip
 # one with each form of gathering; what they have no descriptors for is odd
 SOME_WAYS = ("parts_3_less", "own_parts_2")
 
