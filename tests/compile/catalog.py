@@ -13,6 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -82,7 +83,7 @@ class Problem:
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Every rule that the tables have for this architecture, and what rules do not tell apart."""
-    problems = [*rule_problems(arch), *filter(lambda p: has_rule(p, arch), other_problems())]
+    problems = [*rule_problems(arch), *filter(lambda p: reason_of(p, arch), other_problems())]
     for problem in dict.fromkeys(problems):
         yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
     yield from single_launch_cases(arch)
@@ -124,16 +125,16 @@ def rule_problems(arch: str) -> Iterator[Problem]:
         if path.is_file():
             for op, rules in json.loads(path.read_text()).items():
                 if op in TRITON_IMPLS:
-                    for rule in rules:
-                        yield from rule_problem(op, rule["impl"], rule.get("when", {}))
+                    for number, rule in enumerate(rules):
+                        if rule["impl"] in TRITON_IMPLS[op]:
+                            reason = f"rule {number} of {op} in {name}"
+                            yield rule_problem(op, rule["impl"], rule.get("when", {}), arch, reason)
 
 
-def rule_problem(op: str, impl: str, when: Mapping[str, Any]) -> Iterator[Problem]:
-    """The problem that a rule's conditions describe."""
-    if impl not in TRITON_IMPLS[op]:
-        return
+def rule_problem(op: str, impl: str, when: Mapping[str, Any], arch: str, reason: str) -> Problem:
+    """A problem within a rule's conditions, and outside those of the rules before it."""
     width = when.get("n") or when.get("min_n") or when.get("max_n") or 4096
-    yield Problem(
+    plain = Problem(
         op,
         impl,
         m=when.get("max_m") or max(when.get("min_m", 0), 4096),
@@ -144,6 +145,14 @@ def rule_problem(op: str, impl: str, when: Mapping[str, Any]) -> Iterator[Proble
         dtype=when.get("dtype", ["bfloat16"])[0],
         is_aligned=when.get("is_vectorizable", True),
     )
+    larger = (
+        replace(plain, num_adapters=size, rank=rank, slices=slices, k=k)
+        for size, rank, slices, k in product(
+            (plain.num_adapters, 64), (plain.rank, 128), (plain.slices, (28672,)), (plain.k, 14336)
+        )
+    )
+    # a rule that nothing reaches on this architecture is one of the default table
+    return next((problem for problem in larger if reason_of(problem, arch) == reason), plain)
 
 
 def other_problems() -> Iterator[Problem]:
@@ -166,19 +175,18 @@ def other_problems() -> Iterator[Problem]:
                 yield replace(plain, has_extras=True)
 
 
-def has_rule(problem: Problem, arch: str) -> bool:
-    """Whether the tables give this implementation any such problem; named ones may refuse some."""
+def reason_of(problem: Problem, arch: str) -> str:
+    """Which rule takes a problem, empty for none; named implementations may refuse some."""
     try:
-        choose(
+        return choose(
             tuning.Problem(
                 problem.op, problem.m, problem.k, problem.slices, problem.num_adapters,
                 problem.rank, problem.dtype, arch, problem.is_aligned,
             ),
             problem.impl,
-        )  # fmt: skip
+        ).reason  # fmt: skip
     except lp.LoraplexError:
-        return False
-    return True
+        return ""
 
 
 def call(problem: Problem, arch: str) -> None:
