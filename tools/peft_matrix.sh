@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 versions=("$@")
 if [ ${#versions[@]} -eq 0 ]; then
-  versions=(0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.21.0)
+  versions=(0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.21.0 0.21.1)
 fi
 
 folders=$(mktemp -d)
