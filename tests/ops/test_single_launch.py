@@ -7,6 +7,7 @@ streams and launches that follow each other closely need the GPU and the shipped
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -137,6 +138,16 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return given
 
 
+def slack(case: Case, wanted: Tensor) -> float:
+    """What the order of a few sums may cost where torch's happens to be a lucky one.
+
+    For one row torch's library may add up in a tree, whose float32 error is below half of that of
+    a walk along K.
+    """
+    one_rounding = torch.finfo(torch.float32).eps / 2
+    return one_rounding * math.sqrt(case.k + case.capacity) * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize(
     ("way", "case", "dtype"),
     [
@@ -155,7 +166,9 @@ def test_way(
             assert len(handed_out) == calls, "each call is one launch that meets on counters"
             assert not handed_out[-1].any(), "counters are zero between launches"
     assert torch.equal(*results), "two calls give the same bits"
-    verdict = judge(results[0], eager("lora_linear", inputs), truth("lora_linear", inputs))
+    wanted = truth("lora_linear", inputs)
+    yardstick = eager("lora_linear", inputs)
+    verdict = judge(results[0], yardstick, wanted, slack=slack(case, wanted))
     assert verdict.is_correct, str(verdict)
 
 
