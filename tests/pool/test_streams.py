@@ -76,6 +76,19 @@ def test_removal_waits_for_the_step_that_is_queued(kit: Any) -> None:
     assert result == after == [""]
 
 
+def test_host_pages_are_used_until_the_copy_from_them_is_done(kit: Any) -> None:
+    """Asking is enough: nobody has to want pages before those that came back are seen."""
+    streams = kit.streams()
+    pool = kit.pool(max_adapters=1, timeline=streams)
+    pool.add("a", kit.adapter())
+    size = pool.info("a").num_bytes
+    with pool.acquire(["a"]):
+        pool.remove("a")
+        assert pool.stats().host.used == size
+    streams.drain()
+    assert pool.stats().host.used == 0
+
+
 def test_first_layers_are_usable_before_the_last_arrive(kit: Any) -> None:
     streams = kit.streams()
     pool = kit.pool(max_adapters=1, layers=kit.layers(8), timeline=streams, page_bytes=4096)

@@ -51,6 +51,7 @@ class HostTier:
     @property
     def num_used(self) -> int:
         """Pages that hold an adapter (or still feed a copy)."""
+        self._reap()
         return self.num_reserved - self._allocator.num_free
 
     def allocate(self, count: int) -> IntArray | None:
