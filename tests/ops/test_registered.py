@@ -94,6 +94,8 @@ def test_every_op_is_checked() -> None:
         name.removeprefix("loraplex::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("loraplex::")
+        # an engine's plugin has ops of its own, known once it is imported; its tests compile them
+        and not name.startswith("loraplex::vllm_")
     }
     source = inspect.getsource(TestOpcheck)
     assert registered, "no op is registered"
