@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import loraplex as lp
-from loraplex.ops.impls import TRITON_IMPLS, names
+from loraplex.ops.impls import TRITON_IMPLS, has_aligned_rows, names
 
 GOOD: dict[str, Any] = {
     "m": 64, "k": 4096, "slices": (4096, 1024), "num_adapters": 8, "max_rank": 16,
@@ -63,3 +63,12 @@ def test_bad_arguments(
     arguments = {"op": "matmul", **GOOD, "device": device} | change
     with pytest.raises(error, match=words):
         lp.explain(**arguments)
+
+
+def test_overlapping_rows_take_no_vectors_or_descriptors() -> None:
+    apart = torch.zeros(4, 64, dtype=torch.float16)
+    assert has_aligned_rows(apart)
+    assert has_aligned_rows(torch.zeros(4, 128, dtype=torch.float16)[:, :64])
+    # the copy engine wants rows further apart than they are long
+    assert not has_aligned_rows(apart[:1].expand(4, 64))
+    assert not has_aligned_rows(apart.view(-1).as_strided((4, 64), (32, 1)))

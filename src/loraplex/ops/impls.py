@@ -84,10 +84,15 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def has_aligned_rows(tensor: Tensor) -> bool:
-    """Whether rows are dense and start on 16 bytes, so that kernels may load whole vectors."""
+    """Whether rows are dense, apart and start on 16 bytes.
+
+    Then kernels may load whole vectors, and tensor descriptors may describe them: those want rows
+    that do not overlap.
+    """
     size = tensor.element_size()
     return (
         tensor.stride(1) == 1
+        and tensor.stride(0) >= tensor.shape[1]
         and tensor.data_ptr() % 16 == 0
         and tensor.stride(0) * size % 16 == 0
         and tensor.shape[1] * size % 16 == 0
