@@ -263,6 +263,11 @@ class Kit:
         self.pools.append(pool)
         return pool
 
+    def synchronize(self) -> None:
+        """Wait until all copies are done; on a GPU that others use, that may be a while."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def streams(self, **options: Any) -> Streams:
         """A simulated device with two streams."""
         return Streams(**options)

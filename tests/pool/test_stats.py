@@ -51,23 +51,24 @@ def test_latency_histogram() -> None:
 def test_acquire_of_64_costs_the_same_at_20_and_2000(kit: Any) -> None:
     layers = {"layers.0.q": LayerShape.plain(20, 20)}
 
-    def median_of_acquire(registered: int) -> float:
+    def shortest_acquire(registered: int) -> float:
         pool = kit.pool(max_adapters=64, layers=layers, max_rank=8, device_bytes=4 << 20)
         adapter = kit.adapter(modules=("q",), layers=1)
         for i in range(registered):
             pool.add(str(i), adapter)
         names = [str(i % registered) for i in range(64)]
         pool.acquire(names).release()
+        kit.synchronize()  # nobody waits for what is still on its way
         times = []
         for _ in range(31):
             start = time.perf_counter()
             pool.acquire(names).release()
             times.append(time.perf_counter() - start)
-        return sorted(times)[15]
+        return min(times)  # on a machine that others use too
 
-    few, many = median_of_acquire(20), median_of_acquire(2000)
+    few, many = shortest_acquire(20), shortest_acquire(2000)
     assert many < 1e-3
-    assert many < 20 * few  # 64 distinct names against 20, on a machine that others use too
+    assert many < 20 * few  # 64 distinct names against 20
 
 
 def samples(pool: Any) -> dict[str, float]:
@@ -88,6 +89,7 @@ def test_prometheus_collector(kit: Any) -> None:
     pool = kit.pool(max_adapters=2)
     pool.add("secret-name", kit.adapter())
     pool.acquire(["secret-name"]).release()
+    kit.synchronize()  # a load has no time until it is done
     found = samples(pool)
     stats = pool.stats()
     assert found["loraplex_pool_used_bytesdevice"] == stats.device.used
