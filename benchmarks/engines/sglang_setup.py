@@ -59,33 +59,6 @@ from sglang.kernels.ops.attention import rope
 from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module as kvcache
 parallel_compile([rope._jit_rotary_embedding_module, lambda: kvcache(64, 64, 0)])
 """
-# slices and in-features of the layers of LLAMA, as SGLang packs them
-LAYERS = {
-    "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096),
-    "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
-}  # fmt: skip
-CAPTURED = (1, 16, 64, 128, 2048, 8192)
-NOTEBOOK = "class HTML:\n    def __init__(self, *_): ...\n\n\ndef display(*_): ...\n"
-# SGLang compiles these when they are first used; here at once, beside each other.
-KERNELS = """
-import torch
-from sglang.kernels.jit.utils import parallel_compile
-from sglang.kernels.ops.activation.activation import activation_module
-from sglang.kernels.ops.attention import rope
-from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module as clamp
-from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module as kvcache
-from sglang.kernels.ops.moe.moe_align import _jit_moe_align_module as align
-kind, flags = torch.bfloat16, ("pad_expert_ids", "map_invalid_experts_to_sentinel")
-parallel_compile([
-    *(lambda row=row: kvcache(row, row, 0) for row in (2048, 1024, 512, 256, 64)),
-    lambda: activation_module(kind),
-    lambda: rope._jit_fused_rope_module(True, 128, kind, kind),
-    lambda: rope._jit_rotary_embedding_module(),
-    *(lambda size=size: clamp(size) for size in (torch.int64, torch.int32)),
-    *(lambda chosen=chosen: align(torch.int32, **dict.fromkeys(chosen, True))
-      for chosen in ((), flags[:1], flags[1:], flags)),
-])
-"""
 
 
 def prepare(
