@@ -17,6 +17,7 @@ from loraplex.checks import (
     check_tensor,
     check_usable_device,
 )
+from loraplex.host_rows import rows_for
 from loraplex.reference.routing import PLAN_HEADER, build_routing, item_height, plan_width
 
 MAX_TILE_M = 128
@@ -99,8 +100,11 @@ class Routing:
         return routing
 
     def update_(self, indices: Tensor | Sequence[int]) -> Routing:
-        """Replace the tokens' adapters in place; no host synchronisation for indices on the device.
+        """Replace the tokens' adapters in place; the host does not wait for the device.
 
+        Indices in host memory (a list, say) are read before this returns. A GPU then fetches them
+        from pinned memory with the kernel that builds the routing: they do not queue behind copies
+        that are on their way to the device, so this is the fastest way for a step of a server.
         Fewer than ``max_tokens`` indices make ``num_tokens`` smaller, with the same buffers.
 
         Raises:
@@ -124,7 +128,7 @@ class Routing:
             )
         self._resize(indices.shape[0])
         if indices.shape[0]:
-            self._build(indices.to(self.device, non_blocking=True))
+            self._build_from(indices)
         return self
 
     def _resize(self, num_tokens: int) -> None:
@@ -141,6 +145,15 @@ class Routing:
     def slots(self) -> Tensor:
         """int32 [tiles, tile_m], distinct adapters by first appearance, ``counts`` are valid."""
         return self.plan[:, PLAN_HEADER : PLAN_HEADER + self.tile_m]
+
+    def _build_from(self, indices: Tensor) -> None:
+        is_on_host = indices.device.type == "cpu" and self.device.type == "cuda"
+        # a graph would read the row at every replay, when it may belong to others
+        if is_on_host and not torch.cuda.is_current_stream_capturing():
+            with rows_for(self.device).holding(indices) as row:
+                self._build(row)
+        else:
+            self._build(indices.to(self.device, non_blocking=True))
 
     def _build(self, source: Tensor) -> None:
         if self.device.type == "cuda":
