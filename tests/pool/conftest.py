@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -161,6 +162,7 @@ class Streams:
     def __init__(self, *, may_synchronize: bool = True) -> None:
         self.queues: dict[str, deque[Any]] = {"copy": deque(), "compute": deque()}
         self.reached: set[int] = set()
+        self.timed: set[int] = set()
         self.may_synchronize = may_synchronize
         self._marks = 0
 
@@ -208,8 +210,9 @@ class Streams:
     def copying(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def copy_(self, target: Tensor, source: Tensor) -> None:
-        self.queues["copy"].append(("run", lambda: target.copy_(source)))
+    def copy_(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.queues["copy"].append(("run", functools.partial(target.copy_, source)))
 
     def clear_(self, target: Tensor) -> None:
         self.queues["copy"].append(("run", target.zero_))
@@ -217,8 +220,11 @@ class Streams:
     def stage(self, values: Tensor) -> Tensor:
         return values.clone()
 
-    def mark(self) -> int:
-        return self._mark_on("copy")
+    def mark(self, *, is_timed: bool = False) -> int:
+        mark = self._mark_on("copy")
+        if is_timed:
+            self.timed.add(mark)
+        return mark
 
     def caller(self) -> str:
         return "compute"
@@ -241,6 +247,7 @@ class Streams:
             assert self.step("copy") or self.step("compute"), "the mark is never reached"
 
     def seconds(self, first: int, last: int) -> float:
+        assert self.timed >= {first, last}, "CUDA refuses other events"
         return (last - first) * 1e-4
 
 

@@ -39,9 +39,9 @@ class Faulty:
         if self.fuse == 0:
             raise RuntimeError("injected")
 
-    def copy_(self, target: Any, source: Any) -> None:
+    def copy_(self, targets: Any, sources: Any) -> None:
         self._burn()
-        self._inner.copy_(target, source)
+        self._inner.copy_(targets, sources)
 
     def clear_(self, target: Any) -> None:
         self._burn()

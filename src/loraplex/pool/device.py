@@ -14,7 +14,7 @@ from loraplex.errors import PoolError, PoolFullError
 from loraplex.pool.host import HostTier
 from loraplex.pool.layout import ALIGNMENT
 from loraplex.pool.pages import PageAllocator
-from loraplex.pool.record import Placement, Record
+from loraplex.pool.record import Placement, Record, Room
 from loraplex.pool.stats import Counters
 from loraplex.pool.timeline import Mark, Timeline
 from loraplex.table import ENTRY_FIELDS
@@ -24,7 +24,7 @@ COPY_GROUPS = 8
 
 
 class DeviceTier:
-    """Device memory that is allocated once. Every method expects the pool's lock to be held.
+    """Device memory that is allocated once. Methods expect the pool's lock, but for :meth:`issue`.
 
     Safety rests on one rule: the arena and the entries are written on the copy stream alone, and
     the copy stream waits for the last use of an adapter before anything of it is overwritten.
@@ -34,6 +34,7 @@ class DeviceTier:
         entries: int64 [L, layers, S_max, 8], the records of all tables; one row per slot, so that
             one copy publishes an adapter in all layers.
         idle: adapters that may be evicted, least recently used first.
+        resident: adapters that have a slot and pages, loading ones among them.
         allocator: free pages. free_slots: free slots.
     """
 
@@ -87,45 +88,67 @@ class DeviceTier:
             self.evict(victim)
             self._counters.evictions += 1
 
-    def load(self, record: Record, host: HostTier) -> None:
-        """Start copying an adapter from host memory; :meth:`make_room` made sure that it fits.
+    def reserve(self, record: Record) -> Room:
+        """Set slot and pages aside for an adapter; :meth:`make_room` made sure that it fits.
 
-        The entries go first, then the pages in the order of the layers. If a copy cannot be
-        issued, slot and pages are free again and the adapter is as it was.
+        Until :meth:`publish` or :meth:`abandon` the record is loading, and the caller its user.
+        """
+        pages = self.allocator.allocate(record.manifest.layout.spans)
+        assert pages is not None, "make_room comes before reserve"
+        record.is_loading = True
+        self.resident[record] = None
+        return Room(self.free_slots.pop(), pages)
+
+    def issue(self, record: Record, room: Room, host: HostTier) -> Placement:
+        """Start copying an adapter from host pages that the caller holds; needs no lock.
+
+        The entries go first, then the pages in the order of the layers. Room that is reserved is
+        nobody else's, and what it held before was ordered on the copy stream when it left: so
+        copies of several threads may mix, and nothing here has to be kept from changing.
         """
         assert record.host is not None
         manifest, timeline = record.manifest, self._timeline
-        pages = self.allocator.allocate(manifest.layout.spans)
-        assert pages is not None, "make_room comes before load"
-        slot = self.free_slots.pop()
+        pages, host_pages = room.pages.tolist(), record.host.tolist()
         group = -(-len(pages) // COPY_GROUPS) or 1
+        breaks = list(range(group, len(pages), group))
+        runs = host.runs(record.host, room.pages, breaks=breaks)
+        entries = torch.from_numpy(manifest.entries(self._address, room.pages))
         arrivals: list[Mark] = []
-        try:
-            with timeline.copying():
-                start = timeline.mark()
-                entries = torch.from_numpy(manifest.entries(self._address, pages))
-                timeline.copy_(self.entries[slot], timeline.stage(entries))
-                arrivals.append(timeline.mark())
-                breaks = list(range(group, len(pages), group))
-                for first, stop in host.runs(record.host, pages, breaks=breaks):
-                    target = self.arena[int(pages[first]) : int(pages[first]) + stop - first]
-                    timeline.copy_(target, host.view(int(record.host[first]), stop - first))
-                    if stop % group == 0 or stop == len(pages):
-                        arrivals.append(timeline.mark())
-        except BaseException:
-            self.allocator.release(pages)
-            self.free_slots.append(slot)
-            with contextlib.suppress(RuntimeError), timeline.copying():
-                record.last_copy = timeline.mark()
-                timeline.clear_(self.entries[slot])
-            raise
-        record.place = Placement(slot, pages, start, arrivals, manifest.layer_pages // group + 1)
-        record.last_copy = arrivals[-1]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        with timeline.copying():
+            start = timeline.mark(is_timed=True)
+            timeline.copy_([self.entries[room.slot]], [timeline.stage(entries)])
+            arrivals.append(timeline.mark(is_timed=not pages))
+            for first, stop in runs:
+                targets.append(self.arena.narrow(0, pages[first], stop - first))
+                sources.append(host.view(host_pages[first], stop - first))
+                if stop % group == 0 or stop == len(pages):
+                    timeline.copy_(targets, sources)
+                    arrivals.append(timeline.mark(is_timed=stop == len(pages)))
+                    targets, sources = [], []
+        last_arrivals = manifest.layer_pages // group + 1
+        return Placement(room.slot, room.pages, start, arrivals, last_arrivals)
+
+    def publish(self, record: Record, place: Placement) -> None:
+        """Let everybody see an adapter whose copies are all issued."""
+        record.is_loading = False
+        record.place = place
+        record.last_copy = place.arrivals[-1]
         record.last_use.clear()
-        self.resident[record] = None
-        self._unmeasured.append((start, arrivals[-1]))
+        self._unmeasured.append((place.start, place.arrivals[-1]))
         self._counters.loads += 1
         self._counters.loaded_bytes += record.num_bytes
+
+    def abandon(self, record: Record, room: Room) -> None:
+        """Undo :meth:`reserve`: slot and pages are free again and the adapter is as it was."""
+        record.is_loading = False
+        del self.resident[record]
+        self.allocator.release(room.pages)
+        self.free_slots.append(room.slot)
+        with contextlib.suppress(RuntimeError), self._timeline.copying():
+            record.last_copy = self._timeline.mark()
+            self._timeline.clear_(self.entries[room.slot])
 
     def evict(self, record: Record) -> None:
         """Take an adapter off the device: its entries are cleared after its last use."""

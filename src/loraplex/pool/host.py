@@ -18,7 +18,8 @@ class HostTier:
     Memory comes in segments, which are never given back by themselves (unpinning stalls the
     device): a pool that loads and unloads for days stays as large as its busiest moment, and
     :meth:`trim` returns what is empty. Every method expects the pool's lock to be held, except
-    :meth:`new_segment`, :meth:`write` and :meth:`read_into`, which take their time.
+    :meth:`new_segment`, and those that only touch pages which the caller holds: :meth:`runs`,
+    :meth:`view`, :meth:`views`, :meth:`write`, :meth:`read`.
 
     Args:
         page_bytes: size of a page.
@@ -119,16 +120,16 @@ class HostTier:
 
     def view(self, first: int, count: int) -> Tensor:
         """uint8 [count, page_bytes], consecutive pages of one segment."""
-        segment = self._segments[first // self._segment_pages]
+        index, start = divmod(first, self._segment_pages)
+        segment = self._segments[index]
         assert segment is not None
-        start = first % self._segment_pages
         assert start + count <= self._segment_pages, "a view ends with its segment"
-        return segment[start : start + count]
+        return segment.narrow(0, start, count)
 
     def runs(self, pages: IntArray, *others: IntArray, breaks: list[int]) -> list[tuple[int, int]]:
         """Ranges of positions that are consecutive here and in the other arenas."""
-        edges = pages // self._segment_pages
-        crossings = (np.flatnonzero(np.diff(edges)) + 1).tolist()
+        segments = pages // self._segment_pages
+        crossings = (np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist()
         return coalesce(pages, *others, breaks=[*breaks, *crossings])
 
     def views(self, pages: IntArray) -> list[Tensor]:

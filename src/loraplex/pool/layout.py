@@ -43,7 +43,7 @@ class Layout:
     last_pages: IntArray
     live_bytes: int
 
-    @property
+    @functools.cached_property
     def num_pages(self) -> int:
         """Pages in all."""
         return sum(self.spans)

@@ -106,12 +106,11 @@ def coalesce(*columns: IntArray, breaks: Sequence[int] = ()) -> list[tuple[int, 
     count = len(columns[0])
     if count == 0:
         return []
-    is_cut = np.zeros(count - 1, dtype=np.bool_)
+    is_cut = np.zeros(count, dtype=np.bool_)
     for column in columns:
-        is_cut |= np.diff(column) != 1
-    cuts = {int(i) + 1 for i in np.flatnonzero(is_cut)}
-    cuts |= {int(b) for b in breaks if 0 < b < count}
-    edges = [0, *sorted(cuts), count]
+        is_cut[1:] |= column[1:] - column[:-1] != 1
+    is_cut[[b for b in breaks if 0 < b < count]] = True
+    edges = [0, *np.flatnonzero(is_cut).tolist(), count]
     return list(itertools.pairwise(edges))
 
 

@@ -11,6 +11,14 @@ from loraplex.pool.pages import IntArray
 from loraplex.pool.timeline import Mark
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where an adapter will be on the device: a slot, and pages of the arena in its own order."""
+
+    slot: int
+    pages: IntArray
+
+
 @dataclass(eq=False, slots=True)
 class Placement:
     """Where an adapter is on the device, and how far it has arrived.
@@ -49,6 +57,7 @@ class Record:
         is_pinned: never evicted, used or not.
         is_retired: removed or replaced; goes away with its last user.
         is_staging: a thread is reading it from disk.
+        is_loading: a thread is issuing its copies to the device, as one of its users.
         last_copy: end of the last copy out of its host pages.
         last_use: end of the work that used it, per stream.
     """
@@ -65,6 +74,7 @@ class Record:
     is_pinned: bool = False
     is_retired: bool = False
     is_staging: bool = False
+    is_loading: bool = False
     last_copy: Mark | None = None
     last_use: dict[Hashable, Mark] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from loraplex.errors import AdapterExistsError, PoolError, PoolFullError, Unknow
 from loraplex.pool.backing import Backing
 from loraplex.pool.device import DeviceTier
 from loraplex.pool.pages import IntArray
-from loraplex.pool.record import Record
+from loraplex.pool.record import Record, Room
 from loraplex.pool.stats import Counters
 from loraplex.pool.timeline import Mark, Timeline
 
@@ -172,24 +172,44 @@ class Roster:
         return records
 
     def _fetch(self, missing: Sequence[Record]) -> None:
-        """Held records from disk to host without the lock, then to the device with it."""
+        """Held records from disk to host, then to the device; the lock is for planning alone."""
         try:
             with self.lock:
-                self.device.check_room([r for r in missing if r.place is None])
-            for record in missing:
+                self.device.check_room([r for r in missing if r.place is None and not r.is_loading])
+                unstaged = [r for r in missing if r.host is None]
+            for record in unstaged:
                 self.backing.stage(record)
             with self.lock:
+                # Whoever loads waits for nobody, so this ends.
+                while any(r.is_loading for r in missing):
+                    self.lock.wait()
                 absent = [r for r in missing if r.place is None]
                 try:
                     self.device.make_room(absent)
                 finally:
                     self._sweep()
-                for record in absent:
-                    self.device.load(record, self.backing.host)
+                rooms = [(record, self.device.reserve(record)) for record in absent]
+            self._load(rooms)
         finally:
             with self.lock:
                 for record in missing:
                     self.backing.unhold(record)
+
+    def _load(self, rooms: Sequence[tuple[Record, Room]]) -> None:
+        """Issue the copies of adapters; while that goes on, other threads can use the pool."""
+        try:
+            for record, room in rooms:
+                place = self.device.issue(record, room, self.backing.host)
+                with self.lock:
+                    self.device.publish(record, place)
+                    self.lock.notify_all()
+        except BaseException:
+            with self.lock:
+                for record, room in rooms:
+                    if record.is_loading:
+                        self.device.abandon(record, room)
+                self.lock.notify_all()
+            raise
 
     def _retire(self, record: Record) -> None:
         if record.users == 0 and record.place is not None:

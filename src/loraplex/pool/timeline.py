@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -27,8 +27,8 @@ class Timeline(Protocol):
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Within it, :meth:`copy_`, :meth:`clear_` and :meth:`mark` go to the copy stream."""
 
-    def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Copy host memory to the device, after everything already on the copy stream."""
+    def copy_(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy host memory to the device, pair by pair, after what is on the copy stream."""
 
     def clear_(self, target: Tensor) -> None:
         """Zero device memory, after everything already on the copy stream."""
@@ -36,8 +36,8 @@ class Timeline(Protocol):
     def stage(self, values: Tensor) -> Tensor:
         """A host copy that stays valid until the copies that are made from it next are done."""
 
-    def mark(self) -> Mark:
-        """The end of what is on the copy stream now."""
+    def mark(self, *, is_timed: bool = False) -> Mark:
+        """The end of what is on the copy stream now; :meth:`seconds` takes timed marks only."""
 
     def caller(self) -> Hashable:
         """The caller's stream."""
@@ -58,7 +58,7 @@ class Timeline(Protocol):
         """Block the host until the device has passed a mark."""
 
     def seconds(self, first: Mark, last: Mark) -> float:
-        """Time between two marks of the copy stream that have been reached."""
+        """Time between two timed marks of the copy stream that have been reached."""
 
 
 class HostTimeline:
@@ -73,8 +73,8 @@ class HostTimeline:
     def copying(self) -> contextlib.AbstractContextManager[None]:  # noqa: D102
         return contextlib.nullcontext()
 
-    def copy_(self, target: Tensor, source: Tensor) -> None:  # noqa: D102
-        target.copy_(source)
+    def copy_(self, targets: list[Tensor], sources: list[Tensor]) -> None:  # noqa: D102
+        torch._foreach_copy_(targets, sources)
 
     def clear_(self, target: Tensor) -> None:  # noqa: D102
         target.zero_()
@@ -82,7 +82,7 @@ class HostTimeline:
     def stage(self, values: Tensor) -> Tensor:  # noqa: D102
         return values
 
-    def mark(self) -> Mark:  # noqa: D102
+    def mark(self, *, is_timed: bool = False) -> Mark:  # noqa: D102
         return time.perf_counter()
 
     def caller(self) -> Hashable:  # noqa: D102
@@ -125,13 +125,13 @@ class CudaTimeline:
         with torch.cuda.device(self._device):  # any thread, without touching another GPU
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:  # noqa: D102
-        with torch.cuda.stream(self.stream):
-            yield
+    def copying(self) -> contextlib.AbstractContextManager[None]:  # noqa: D102
+        return torch.cuda.stream(self.stream)
 
-    def copy_(self, target: Tensor, source: Tensor) -> None:  # noqa: D102
-        target.copy_(source, non_blocking=True)
+    def copy_(self, targets: list[Tensor], sources: list[Tensor]) -> None:  # noqa: D102
+        # One call into C++, which lets other threads run: a loop here would stand in their way
+        # before each copy. Between host and device it is a plain asynchronous copy per pair.
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def clear_(self, target: Tensor) -> None:  # noqa: D102
         target.zero_()
@@ -140,8 +140,8 @@ class CudaTimeline:
         # torch keeps pinned memory from being reused while a copy from it is under way.
         return values.pin_memory()
 
-    def mark(self) -> Mark:  # noqa: D102
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def mark(self, *, is_timed: bool = False) -> Mark:  # noqa: D102
+        event = torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
