@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex import LoraplexError
+import loraplex as lp
+from loraplex import LoraplexError, UnknownAdapterError
 from loraplex.bench import pool as bench
+from loraplex.bench.pool_decode import Decode
 
 
 def test_quick_mode_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +43,7 @@ def test_a_missed_limit_shows() -> None:
 def test_wrong_weights_refuse_the_numbers(device: torch.device) -> None:
     shapes = bench.QUICK.shapes()
     adapter = bench.make_adapter(shapes, 8, torch.float32)
-    with bench.lp.AdapterPool(
+    with lp.AdapterPool(
         shapes, max_adapters=1, dtype=torch.float32, device=device, max_rank=8
     ) as pool:
         pool.add("a", adapter)
@@ -49,6 +51,33 @@ def test_wrong_weights_refuse_the_numbers(device: torch.device) -> None:
         pool.table(next(iter(shapes))).storages[0].fill_(0)
         with pytest.raises(LoraplexError, match="weights are wrong"):
             bench._check_weights(pool, "a", adapter)
+
+
+def test_steps_are_timed_beside_the_loads_they_say(device: torch.device) -> None:
+    shapes = bench.QUICK.shapes()
+    adapter = bench.make_adapter(shapes, 8, torch.float32)
+    names = ["resident", *"abcd"]
+    with lp.AdapterPool(
+        shapes, max_adapters=3, dtype=torch.float32, device=device, max_rank=8
+    ) as pool:
+        for name in names:
+            pool.add(name, adapter)
+        pool.pin("resident")
+        decode = Decode(pool, names[:1], rows=4)
+        loads = pool.stats().loads
+        rate, arriving = decode.sample(3)
+        assert rate > 0
+        assert arriving == pool.stats().loads - loads == 0
+        decode.sample_with_prefetch(9, names[1:], 4)
+        assert pool.stats().loads - loads == 3, "before steps 0, 4 and 8"
+        loads = pool.stats().loads
+        rate, arriving = decode.sample_back_to_back(20, names[1:])
+        assert rate > 0
+        assert arriving > 0
+        assert pool.stats().loads - loads > 2
+        with pytest.raises(UnknownAdapterError):
+            decode.sample_back_to_back(2, ["nobody"])
+        assert pool.info("resident").is_pinned
 
 
 def test_the_model_is_llama_3_8b() -> None:

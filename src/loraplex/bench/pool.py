@@ -10,10 +10,8 @@ import argparse
 import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,6 +20,12 @@ import torch
 import loraplex as lp
 from loraplex.adapters import Adapter, AdapterSpec, LayerShape, ModuleLora
 from loraplex.bench.header import make_header
+from loraplex.bench.pool_decode import Decode
+
+ROUNDS = 5
+"""How often the cases of a throughput take turns."""
+
+ALONE = "nothing loading"
 
 NO_GPU = "No GPU here, so the sizes are small and the times say nothing about a GPU.\n"
 
@@ -173,7 +177,13 @@ def measure_bytes(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def measure_streaming(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Figure]:
-    """Decode steps per second of a mixed batch, alone and while other adapters come and go."""
+    """Decode steps per second of a mixed batch, alone and while other adapters come and go.
+
+    ``back to back`` is the worst there can be: the next load is on the copy stream before the last
+    one has arrived, so the host link is saturated all the time, and so many bytes per second are
+    written to the memory that the step reads. The three cases take turns, so that a device that
+    gets slower or faster meanwhile changes all of them.
+    """
     shapes = sizes.shapes()
     adapter = make_adapter(shapes, 16, dtype)
     with lp.AdapterPool(shapes, max_adapters=12, dtype=dtype, device=device, max_rank=16) as pool:
@@ -183,98 +193,24 @@ def measure_streaming(sizes: Sizes, device: torch.device, dtype: torch.dtype) ->
             pool.add(name, adapter)
         for name in names:
             pool.pin(name)
-        decode = Decode(sizes, pool, names, dtype)
-        alone = decode.steps_per_second()
+        decode = Decode(pool, names, rows=sizes.rows)
+        steps = sizes.steps
+        cases: dict[str, Callable[[], tuple[float, float]]] = {
+            ALONE: lambda: decode.sample(steps),
+            "one new adapter in 4 steps": lambda: decode.sample_with_prefetch(steps, visitors, 4),
+            "back to back": lambda: decode.sample_back_to_back(steps, visitors),
+        }
+        samples: dict[str, list[tuple[float, float]]] = {label: [] for label in cases}
+        for _ in range(ROUNDS):
+            for label, case in cases.items():
+                samples[label].append(case())
+        alone = statistics.median(rate for rate, _ in samples.pop(ALONE))
         yield Figure("decode steps, nothing loading", alone, "/s", detail=f"M = {sizes.rows}")
-        for label, every in (("one new adapter in 4 steps", 4), ("back to back", 0)):
-            before = pool.stats().loaded_bytes
-            start = time.perf_counter()
-            busy = decode.steps_per_second(visitors, every)
-            rate = (pool.stats().loaded_bytes - before) / (time.perf_counter() - start)
-            detail = f"{busy:.1f} steps/s, {rate / 1e9:.2f} GB/s arriving"
+        for label, found in samples.items():
+            busy, arriving = (statistics.median(part) for part in zip(*found, strict=True))
+            detail = f"{busy:.1f} steps/s, {arriving / 1e9:.2f} GB/s arriving"
             yield Figure(f"slower while loading, {label}", alone / busy, "x", 1.05, detail)
         _check_weights(pool, names[0], adapter)
-
-
-class Decode:
-    """The layers of a decode step on random weights; on a GPU as one captured graph."""
-
-    def __init__(
-        self, sizes: Sizes, pool: lp.AdapterPool, names: Sequence[str], dtype: torch.dtype
-    ) -> None:
-        self.sizes, self.pool = sizes, pool
-        self.names = [names[i % len(names)] for i in range(sizes.rows)]
-        device = pool.device
-        self.weights = {
-            layer: torch.randn(shape.out_features, shape.in_features, dtype=dtype, device=device)
-            for layer, shape in pool.layers.items()
-        }
-        widths = {shape.in_features for shape in pool.layers.values()}
-        self.inputs = {k: torch.randn(sizes.rows, k, dtype=dtype, device=device) for k in widths}
-        self.routing = lp.Routing.allocate(
-            sizes.rows, num_adapters=pool.max_adapters, device=device
-        )
-        self._replay: Callable[[], object] = self.forward
-        with pool.acquire(self.names) as lease:
-            self.routing.update_(torch.tensor(lease.indices, device=device))
-            self.forward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self.forward()
-                self._replay = graph.replay
-
-    def forward(self) -> None:
-        """Every layer once."""
-        impl = "auto" if self.pool.device.type == "cuda" else "torch"
-        for layer, weight in self.weights.items():
-            x = self.inputs[weight.shape[1]]
-            lp.lora_linear(x, weight, self.pool.table(layer), self.routing, impl=impl)
-
-    def steps_per_second(self, visitors: Sequence[str] = (), every: int = 0) -> float:
-        """Median rate, one host round trip per step, as a sampler makes it.
-
-        Args:
-            visitors: adapters to load in turn meanwhile.
-            every: load one every so many steps; 0 = back to back, on a thread of its own.
-        """
-        stop = threading.Event()
-        thread = threading.Thread(target=self._stream, args=(visitors, stop))
-        if visitors and not every:
-            thread.start()
-        rates: list[float] = []
-        loads: list[Future[None]] = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for step in range(self.sizes.steps):
-                if every and step % every == 0:
-                    loads.append(self.pool.prefetch([visitors[len(loads) % len(visitors)]]))
-                self.step()
-            rates.append(self.sizes.steps / (time.perf_counter() - start))
-        stop.set()
-        for load in loads:
-            load.result()
-        if thread.ident is not None:
-            thread.join()
-        return statistics.median(rates)
-
-    def step(self) -> None:
-        """Acquire, route, run, release, and wait for the result."""
-        with self.pool.acquire(self.names) as lease:
-            self.routing.update_(torch.tensor(lease.indices, device=self.pool.device))
-            self._replay()
-        if self.pool.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
-    def _stream(self, visitors: Sequence[str], stop: threading.Event) -> None:
-        turn = 0
-        while not stop.is_set():
-            name = visitors[turn % len(visitors)]
-            self.pool.prefetch([name]).result()
-            while not (self.pool.is_ready(name) or stop.is_set()):
-                time.sleep(5e-4)
-            turn += 1
 
 
 def median_seconds(call: Callable[[], object], repeat: int, device: torch.device) -> float:
