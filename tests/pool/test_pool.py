@@ -207,8 +207,24 @@ def test_names_are_checked(kit: Any) -> None:
         pool.add("", kit.adapter())
     with pytest.raises(TypeError, match="name must be a str, got int"):
         pool.add(3, kit.adapter())
+    for character in ("\0", "\n", "\x7f", "\x9b", "\u2028", "\ud800"):
+        with pytest.raises(ValueError, match="name must have no control characters") as caught:
+            pool.add(f"a{character}b", kit.adapter())
+        assert repr(character) in str(caught.value)
+        assert str(caught.value).isprintable()
+    assert pool.names() == []
+    for name in ("ein Name", "名前/v2", "👩‍🚀"):
+        pool.add(name, kit.adapter())
+        pool.remove(name)
     with pytest.raises(TypeError, match="single str 'abc'"):
         pool.acquire("abc")
+    for call in (pool.acquire, pool.prefetch):
+        with pytest.raises(TypeError, match="names must be a sequence of names, got None"):
+            call(None)
+    for call in (pool.remove, pool.pin, pool.unpin, pool.info, pool.is_ready):
+        for bad in (None, 3, ["a"]):
+            with pytest.raises(TypeError, match=f"name must be a str, got {type(bad).__name__}"):
+                call(bad)
     with pytest.raises(TypeError, match="str and None, got int"):
         pool.acquire(["a", 3])
     with pytest.raises(TypeError, match=r"adapter must be an Adapter .*, got str"):

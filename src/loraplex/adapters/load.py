@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import cast
 
 from loraplex.adapters.adapter import Adapter
 from loraplex.adapters.assemble import Assembler
@@ -37,6 +38,7 @@ def load_adapter(
             model that holds the changed weights.
 
     Raises:
+        TypeError, ValueError: an argument of another type, or a root that is no path.
         AdapterError: a folder or file that cannot be loaded; says which, expected and found.
         UnsupportedAdapterError: a PEFT feature that loraplex does not carry; names it.
 
@@ -45,6 +47,7 @@ def load_adapter(
         >>> adapter.modules["model.layers.0.self_attn.q_proj"].scaling  # doctest: +SKIP
         2.0
     """
+    _check_arguments(path, root, strict=strict, allow_modified_base=allow_modified_base)
     folder = open_folder(path, root)
     spec = parse_spec(folder.read_config(), folder.label, allow_modified_base=allow_modified_base)
     further = folder.further_weights()
@@ -56,3 +59,16 @@ def load_adapter(
         )
     adapter = Assembler(spec, folder.label).assemble(folder.read_tensors(), strict=strict)
     return dataclasses.replace(adapter, ignored=(*adapter.ignored, *further))
+
+
+def _check_arguments(path: object, root: object, **switches: object) -> None:
+    for name, value in (("path", path), ("root", root)):
+        if name == "root" and value is None:
+            continue
+        if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+            raise TypeError(f"{name} must be a str or PathLike[str], got {value!r:.80}")
+    if root is not None and "\0" in os.fspath(cast(str, root)):
+        raise ValueError(f"root must be a path without NUL, got {root!r:.80}")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r:.80}")

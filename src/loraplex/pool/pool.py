@@ -203,7 +203,7 @@ class AdapterPool:
         Nothing is put on the device: that is what :meth:`acquire` and :meth:`prefetch` do.
 
         Args:
-            name: a non-empty string; it says nothing of the adapter's folder.
+            name: a string without control characters, not empty; says nothing of the folder.
             adapter: from ``load_adapter``.
             matched: what of it lands on which layer, from ``match``, for callers that carry the
                 rest of it (embeddings, whole modules) themselves. If None it is matched here, and
@@ -213,7 +213,7 @@ class AdapterPool:
             strict: refuse an adapter of which a part matches no layer.
 
         Raises:
-            TypeError, ValueError: the name is not a non-empty string, or ``adapter`` no Adapter.
+            TypeError, ValueError: the name is not such a string, or ``adapter`` no Adapter.
             AdapterExistsError: the name is taken and ``replace`` is false.
             AdapterError: the adapter does not fit the layers, ``max_rank`` or ``dtype``.
             UnsupportedAdapterError: it uses a feature this pool was not made for.
@@ -316,7 +316,7 @@ class AdapterPool:
         Raises:
             UnknownAdapterError, PoolFullError, PoolError: as :meth:`acquire`.
         """
-        records = self._roster.acquire([name]).values()
+        records = self._roster.acquire([check_name(name)]).values()
         with self._roster.lock:
             self._roster.set_pinned(records, True)
         self._roster.release(records, None)

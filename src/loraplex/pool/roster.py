@@ -45,8 +45,10 @@ class Roster:
         """The version that a name stands for now; expects the lock.
 
         Raises:
-            UnknownAdapterError: none.
+            TypeError: not a string. UnknownAdapterError: none.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, got {type(name).__name__}")
         record = self.records.get(name)
         if record is None:
             raise UnknownAdapterError(f"no adapter is registered under the name {name!r}")
