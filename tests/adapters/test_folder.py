@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,12 @@ def set_config(folder: Path, **changes: Any) -> None:
         pytest.param({"alpha_pattern": {"q": None}}, "alpha_pattern['q']", id="alpha-pattern"),
         pytest.param({"alpha_pattern": [1]}, "alpha_pattern must be a dict", id="pattern-list"),
         pytest.param({"rank_pattern": {"(": 4}}, "no regular expression", id="pattern-regex"),
+        pytest.param({"rank_pattern": {"a{99999999999}": 4}}, "no regular expression: the repet",
+                     id="pattern-too-large"),
+        pytest.param({"alpha_pattern": {"(" * 9999 + ")" * 9999: 4}}, "no regular expression",
+                     id="pattern-too-deep"),
+        pytest.param({"rank_pattern": {"(?<=a)b": 4}}, "the pattern '(?<=a)b' is not supported",
+                     id="pattern-look-behind"),
         pytest.param({"use_rslora": "yes"}, "use_rslora must be true or false", id="rslora"),
         pytest.param({"bias": "some"}, "bias must be one of", id="bias"),
         pytest.param({"target_modules": [1]}, "target_modules must be", id="targets"),
@@ -384,6 +391,27 @@ def test_l39_null_false_and_empty_are_ignored(
         set_config(folder, **{key: value})
         load_adapter(folder)
     assert not recwarn.list
+
+
+def test_unknown_keys_are_escaped_in_the_warning(folder: Path) -> None:
+    set_config(folder, **{"a\x1b[2J": "\x1b]0;title\x07"})
+    with pytest.warns(UserWarning, match=r"a\\x1b\[2J=") as caught:
+        load_adapter(folder)
+    assert str(caught[0].message).isprintable()
+
+
+@pytest.mark.parametrize("pattern", ["(.*)*x", "((a|a)+)+b", "(((.*)?_)*)*x", "a?" * 60 + "a" * 60])
+def test_a_pattern_cannot_keep_a_process_busy(pattern: str, folder: Path) -> None:
+    module = "a" * 60 + ".q_proj"
+    pair = {
+        f"{module}.lora_A.weight": torch.ones(4, 32),
+        f"{module}.lora_B.weight": torch.ones(8, 4),
+    }
+    save_file(pair, folder / WEIGHTS)
+    set_config(folder, r=4, rank_pattern={pattern: 2})
+    start = time.perf_counter()
+    assert load_adapter(folder).modules[module].rank == 4
+    assert time.perf_counter() - start < 5  # re alone would take years
 
 
 def test_l39_unknown_key_is_warned_about_once(folder: Path) -> None:
@@ -493,13 +521,21 @@ def test_s12_names_inside_the_root_load(name: str, root: Path) -> None:
     "name",
     ["/etc", "../outside", "link_to_outside", "ok/../../outside", "%2e%2e/outside", "ok\0",
      "x" * 5000, "loop", "", ".", "..", "../root-sibling", "stolen", "missing", "~",
-     "ok/" + WEIGHTS],
+     "ok/" + WEIGHTS, "\ud800", "ok/\ud800"],
     ids=lambda name: repr(name)[:30],
 )  # fmt: skip
 def test_s12_names_that_leave_the_root_are_refused_without_paths(name: str, root: Path) -> None:
     message = refusal(name, root=root)
     assert str(root.parent) not in message
     assert "outside" not in message.replace(repr(name), "").replace("outside the allowed", "")
+
+
+def test_an_empty_root_is_not_the_current_folder(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    with pytest.raises(ValueError, match="root must be a folder, got ''"):
+        load_adapter("ok", root="")
 
 
 def test_s31_errors_under_a_root_show_only_the_asked_name(root: Path) -> None:

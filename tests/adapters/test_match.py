@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -391,6 +392,14 @@ def test_bias_without_lora_is_rank_0_on_a_linear_layer(make_adapter: Make) -> No
     assert [part and part.rank for part in parts] == [0, 0, 0]
     assert torch.equal(torch.cat([part.bias for part in parts if part]), bias)  # type: ignore[misc]
     assert list(matching.saved_modules) == ["layers.0.norm.bias"]
+
+
+@pytest.mark.parametrize("shape", [(), (95,), (96, 1), (0,)], ids=str)
+def test_bias_without_lora_of_another_shape(shape: tuple[int, ...], make_adapter: Make) -> None:
+    adapter = make_adapter({}, biases={"layers.0.qkv_proj": torch.ones(shape)})
+    said = rf"qkv_proj.bias has shape {re.escape(str(shape))}, .* expected \(96,\)"
+    with pytest.raises(AdapterError, match=said):
+        match(adapter, {"layers.0.qkv_proj": PACKED})
 
 
 def test_phi3_adapter_on_split_layers_equals_peft(tiny: Any) -> None:

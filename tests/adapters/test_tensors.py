@@ -211,6 +211,38 @@ def test_l43_nested_layers_of_unknown_parameters(targets: list[str], tiny: Any) 
         load_adapter(trained.path)
 
 
+@pytest.mark.parametrize("depth", [2, 3, 6])
+def test_l43_no_nested_layer_is_missing_between_two(depth: int, tiny: Any) -> None:
+    trained = tiny.train(
+        "mixtral", with_logits=False, target_modules=[],
+        target_parameters=["gate_up_proj", "down_proj"],
+    )  # fmt: skip
+    assert len(load_adapter(trained.path).parameters) == 4
+    trained.rename("experts.base_layer.", "experts" + ".base_layer" * depth + ".")
+    said = rf"2 nested LoRA layers must lie in 0 to 1 base_layer parts, got \[0, {depth}\]"
+    with pytest.raises(AdapterError, match=said):
+        load_adapter(trained.path)
+
+
+def test_an_embedding_has_one_lora(tiny: Any) -> None:
+    trained = tiny.train(target_modules=["embed_tokens"], with_logits=False)
+    trained.edit_tensors(
+        lambda t: {
+            **t,
+            **{n.replace(".lora_", ".base_layer.lora_"): v.clone() for n, v in t.items()},
+        }
+    )
+    assert "embed_tokens: LoRA of an embedding, twice" in refusal(trained.path)
+
+
+@pytest.mark.parametrize("shape", [(), (32, 1), (1, 32)], ids=str)
+def test_biases_without_lora_are_vectors(shape: tuple[int, ...], tiny: Any) -> None:
+    trained = tiny.train(with_logits=False)
+    trained.edit_config(bias="all")
+    trained.edit_tensors(lambda t: {**t, "model.layers.0.mlp.up_proj.bias": torch.ones(shape)})
+    assert "up_proj: bias must have shape (out_features,), got" in refusal(trained.path)
+
+
 def test_l43_rows_are_a_multiple_of_the_rank(tiny: Any) -> None:
     trained = tiny.train(
         "mixtral", with_logits=False, target_modules=[], target_parameters=["down_proj"]
@@ -281,6 +313,18 @@ def test_copies_without_a_partner_are_not_compared(
     recwarn.clear()
     assert not check_base_copies(load_adapter(trained.path), lambda name: weight).base_copies
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+def test_l18_a_copy_that_is_no_float_is_compared_by_value(
+    value: int, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    copies = {"lm_head.weight": torch.full((96, 32), value).to(dtype)}
+    adapter = Adapter(AdapterSpec(), {}, base_copies=copies, path="test")
+    weight = torch.ones(96, 32)
+    assert not check_base_copies(adapter, lambda name: weight).base_copies
+    assert bool(recwarn.list) == (dtype.is_complex or value == 0)
 
 
 # --- what an adapter says about itself --------------------------------------------------------

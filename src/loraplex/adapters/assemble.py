@@ -18,6 +18,7 @@ from loraplex.adapters.adapter import (
     TokenRows,
     is_finite,
 )
+from loraplex.adapters.name_regex import UnsupportedPatternError
 from loraplex.adapters.sorting import (
     Group,
     SortedTensors,
@@ -44,12 +45,23 @@ class Assembler:
             UnsupportedAdapterError: a format or feature loraplex does not carry.
         """
         parts = sort_tensors(tensors, self.spec, self.label, strict=strict)
+        try:
+            adapter = self._parts(parts)
+        except UnsupportedPatternError as error:
+            raise UnsupportedAdapterError(f"{self.label}: adapter_config.json: {error}") from None
+        self._check_content(adapter, parts, strict)
+        self._check_values(adapter)
+        return adapter
+
+    def _parts(self, parts: SortedTensors) -> Adapter:
         modules: dict[str, ModuleLora] = {}
         embeddings: dict[str, EmbeddingLora] = {}
         parameters: dict[str, ParameterLora] = {}
         levels = Counter(name for name, _ in parts.lora)
         for (name, depth), group in parts.lora.items():
             if "embedding_a" in group:
+                if levels[name] > 1:
+                    raise AdapterError(f"{self.label}: {name}: LoRA of an embedding, twice")
                 embeddings[name] = self._embedding(name, group)
                 continue
             parameter = parameter_of(name, depth, levels[name], self.spec, self.label)
@@ -58,21 +70,18 @@ class Assembler:
                 modules[name] = self._module(name, parameter or name, group, parts.base)
             else:
                 parameters[parameter] = self._parameter(parameter, group)
-        adapter = Adapter(
+        return Adapter(
             spec=self.spec,
             modules=modules,
             embeddings=embeddings,
             parameters=parameters,
             token_rows=self._token_rows(parts.token_rows),
-            biases=parts.biases,
+            biases=self._biases(parts.biases),
             saved_modules=parts.saved,
             base_copies=parts.base,
             ignored=tuple(sorted(parts.unknown)),
             path=self.label,
         )
-        self._check_content(adapter, parts, strict)
-        self._check_values(adapter)
-        return adapter
 
     def _module(
         self, name: str, pattern_name: str, group: Group, base: dict[str, torch.Tensor]
@@ -121,6 +130,12 @@ class Assembler:
                 f"{self.label}: {name}: DoRA and lora_bias do not exist for target_parameters"
             )
         return ParameterLora(name, a, b, self.spec.scaling_of(name), rank)
+
+    def _biases(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, bias in found.items():
+            if bias.ndim != 1:
+                raise self._shape_error(name, "bias", bias, "(out_features,)")
+        return found
 
     def _token_rows(self, found: Mapping[str, torch.Tensor]) -> dict[str, TokenRows]:
         rows: dict[str, TokenRows] = {}

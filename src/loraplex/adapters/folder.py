@@ -177,15 +177,20 @@ def open_folder(
 
     Raises:
         TypeError: path is no string or PathLike.
+        ValueError: root is empty, which would be the current folder.
         AdapterError: no such folder, or outside `root`; then the message has no paths in it.
     """
+    if root is not None and not os.fspath(root):
+        raise ValueError(f"root must be a folder, got {root!r}")
     asked = os.fspath(path)
     if not isinstance(asked, str):
         raise TypeError(f"path must be a str or PathLike[str], got {asked!r:.80}")
     label = asked if root is None else f"adapter {asked[:80]!r}"
     base = None if root is None else os.path.realpath(root)
-    if "\0" in asked or not asked:
-        raise AdapterError(f"path must be a non-empty path without NUL, got {asked[:80]!r}")
+    if "\0" in asked or not asked or not _is_encodable(asked):
+        raise AdapterError(
+            f"path must be a non-empty path without NUL or half a character, got {asked[:80]!r}"
+        )
     found = os.path.realpath(asked if base is None else os.path.join(base, asked))
     if base is not None and not _is_inside(found, base):
         raise AdapterError(f"{label}: not inside the allowed root")
@@ -214,6 +219,15 @@ def _check_archive(file: BufferedReader) -> None:
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError("it is a compressed archive, which torch.save never writes")
     file.seek(0)
+
+
+def _is_encodable(path: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no file system takes."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_folder(path: str) -> bool:

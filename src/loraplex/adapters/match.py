@@ -212,6 +212,12 @@ class _Matcher:
                 self._check_equal(f"{name}.bias", bias.shape, parameter)
                 saved[parameter] = bias
             return
+        width = sum(self.layers[layer].slices[i] for layer, i in target)
+        if tuple(bias.shape) != (width,):
+            raise AdapterError(
+                f"{self.adapter.path}: {name}.bias has shape {tuple(bias.shape)}, layer "
+                f"{target[0][0]} has {width} outputs there: expected ({width},)"
+            )
         in_features = self.layers[target[0][0]].in_features
         a, b = bias.new_empty(0, in_features), bias.new_empty(bias.shape[0], 0)
         self._place(ModuleLora(name, a, b, scaling=1.0, bias=bias))

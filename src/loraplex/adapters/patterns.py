@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from loraplex.adapters.name_regex import UnsupportedPatternError, compile_name_regex
 
 V = TypeVar("V")
+# Without these nothing in a pattern repeats or branches, and re, which is faster, tries it once.
+BRANCHING = frozenset("*+?{|(")
 
 
 class PatternTable(Generic[V]):
@@ -19,8 +23,11 @@ class PatternTable(Generic[V]):
                 return value
         return patterns.get(name, default)  # a literal key that is no matching regex
 
+    No pattern takes more than a bounded time on a name, whatever it repeats.
+
     Raises:
-        re.error: a pattern is not a regular expression.
+        ValueError: a pattern is not a regular expression; names it.
+        UnsupportedPatternError: it looks behind, refers to groups, or the like.
 
     Example:
         >>> table = PatternTable({"q_proj": 4, r"layers\.1\..*": 2})
@@ -33,13 +40,46 @@ class PatternTable(Generic[V]):
     def __init__(self, patterns: Mapping[str, V]) -> None:
         self._literal = dict(patterns)
         # Compiled once: a file with a pattern per module overflows re's own cache.
-        self._compiled = [
-            (re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in patterns.items()
-        ]
+        self._compiled = [(_matcher(pattern), value) for pattern, value in patterns.items()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._literal,)
 
     def find(self, name: str, default: V) -> V:
-        """The value for module `name`."""
-        for expression, value in self._compiled:
-            if expression.match(name):
+        """The value for module `name`.
+
+        Raises:
+            UnsupportedPatternError: a pattern takes too long on that name.
+        """
+        for is_match, value in self._compiled:
+            if is_match(name):
                 return value
         return self._literal.get(name, default)
+
+
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Something that is true for a name that the pattern matches, as PEFT asks it."""
+    whole = rf"(.*\.)?({pattern})$"
+    try:
+        if not BRANCHING.intersection(pattern):
+            return re.compile(whole).match
+        is_match = compile_name_regex(whole)
+    except UnsupportedPatternError as error:
+        raise UnsupportedPatternError(_about(pattern, error)) from None
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = error.msg if isinstance(error, re.error) else error
+        raise ValueError(f"{pattern!r:.200} is no regular expression: {reason}") from None
+
+    def find(name: str) -> bool:
+        try:
+            return is_match(name)
+        except UnsupportedPatternError as error:
+            raise UnsupportedPatternError(_about(pattern, error)) from None
+
+    return find
+
+
+def _about(pattern: str, error: UnsupportedPatternError) -> str:
+    return (
+        f"the pattern {pattern!r:.200} is not supported: {error}; list the modules' names instead"
+    )

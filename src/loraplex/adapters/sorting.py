@@ -50,7 +50,7 @@ def sort_tensors(
     adapted = {key.module for key in keys if key.role in ("lora_a", "lora_b", "embedding_a")}
     parts = SortedTensors()
     for key in keys:
-        _place(parts, key, tensors[key.raw], spec, adapted)
+        _place(parts, key, tensors[key.raw], spec, adapted, label)
     if parts.unknown:
         foreign = foreign_format(parts.unknown)
         if foreign is not None:
@@ -65,28 +65,41 @@ def sort_tensors(
                 + sample(parts.unknown)
             )
     _check_complete(parts.lora, label)
+    _check_nesting(parts.lora, label)
     return parts
 
 
 def _place(
-    parts: SortedTensors, key: TensorKey, tensor: torch.Tensor, spec: AdapterSpec, adapted: set[str]
+    parts: SortedTensors,
+    key: TensorKey,
+    tensor: torch.Tensor,
+    spec: AdapterSpec,
+    adapted: set[str],
+    label: str,
 ) -> None:
     full = f"{key.module}.{key.parameter}"
     is_trained_bias = spec.bias != "none" and key.parameter == "bias"
+    table: dict[str, torch.Tensor] | None = None
     if key.role == "token_rows":
-        parts.token_rows[key.module] = tensor
+        table, full = parts.token_rows, key.module
     elif key.role == "saved":
-        parts.saved[full] = tensor
+        table = parts.saved
     elif key.role == "base" or (key.role == "plain" and key.module in adapted and is_trained_bias):
-        parts.base[full] = tensor  # old PEFT wrote q_proj.bias, new PEFT q_proj.base_layer.bias
+        table = parts.base  # old PEFT wrote q_proj.bias, new PEFT q_proj.base_layer.bias
     elif key.role == "plain" and key.module not in adapted and is_saved(key.module, spec):
-        parts.saved[full] = tensor
+        table = parts.saved
     elif key.role == "plain" and key.module not in adapted and is_trained_bias:
-        parts.biases[key.module] = tensor
+        table, full = parts.biases, key.module
     elif key.role in ("plain", "unknown"):
         parts.unknown.append(key.raw)
     elif key.role != "training":
         parts.lora.setdefault((key.module, key.depth), {})[key.role] = tensor
+    if table is not None:
+        if full in table:  # lm_head.weight beside lm_head.modules_to_save.weight
+            raise AdapterError(
+                f"{label}: {key.raw!r:.200} and another spelling name the same tensor, {full}"
+            )
+        table[full] = tensor
 
 
 def is_saved(module: str, spec: AdapterSpec) -> bool:
@@ -134,6 +147,19 @@ def _check_complete(groups: Mapping[tuple[str, int], Group], label: str) -> None
             f"{label}: {len(incomplete)} of {len(groups)} modules are incomplete: "
             + sample(incomplete)
         )
+
+
+def _check_nesting(groups: Iterable[tuple[str, int]], label: str) -> None:
+    """PEFT puts one wrapper around another, so none is missing between the first and the last."""
+    depths: dict[str, list[int]] = {}
+    for name, depth in groups:
+        depths.setdefault(name, []).append(depth)
+    for name, found in depths.items():
+        if len(found) > 1 and sorted(found) != list(range(len(found))):
+            raise AdapterError(
+                f"{label}: {name}: {len(found)} nested LoRA layers must lie in 0 to "
+                f"{len(found) - 1} base_layer parts, got {sorted(found)}"
+            )
 
 
 def parameter_of(name: str, depth: int, levels: int, spec: AdapterSpec, label: str) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.adapters.name_regex import UnsupportedPatternError
 from loraplex.adapters.patterns import PatternTable
 from loraplex.errors import AdapterError, UnsupportedAdapterError
 
@@ -214,11 +214,12 @@ class _ConfigReader:
         }
         try:
             PatternTable(table)
-        except re.error as error:
-            raise AdapterError(
-                f"{self.label}: adapter_config.json: {name} has a key that is no regular "
-                f"expression: {error.pattern!r:.200}: {error.msg}"
+        except UnsupportedPatternError as error:
+            raise UnsupportedAdapterError(
+                f"{self.label}: adapter_config.json: {name}: {error}"
             ) from None
+        except ValueError as error:
+            raise AdapterError(f"{self.label}: adapter_config.json: {name}: {error}") from None
         return table
 
     def check_method(self) -> None:
@@ -247,7 +248,9 @@ class _ConfigReader:
         if unknown:
             warnings.warn(
                 f"{self.label}: adapter_config.json has keys loraplex does not know and ignores: "
-                + ", ".join(f"{key}={self.config[key]!r:.80}" for key in sorted(unknown)),
+                + ", ".join(
+                    f"{repr(key)[1:-1]:.80}={self.config[key]!r:.80}" for key in sorted(unknown)
+                ),
                 UserWarning,
                 stacklevel=4,
             )
