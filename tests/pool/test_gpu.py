@@ -33,7 +33,7 @@ class Layer:
         self.routing = lp.Routing.allocate(ROWS, num_adapters=pool.max_adapters, device=pool.device)
 
     def route(self, index: int) -> None:
-        self.routing.update_(torch.full((ROWS,), index, device=self.pool.device))
+        self.routing.update_([index] * ROWS)
 
     def run(self) -> torch.Tensor:
         return lp.lora_linear(self.x, self.weight, self.pool.table(LAYER), self.routing)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loraplex import PoolFullError
+from loraplex.pool.device import COPY_GROUPS
 from loraplex.pool.timeline import timeline_of
 
 PATIENCE = 30.0
@@ -178,3 +179,48 @@ def test_the_rest_of_a_load_that_fails_is_given_back(kit: Any) -> None:
     assert pool.stats().slots_used == 1
     for name, adapter in adapters.items():
         kit.assert_serves(pool, name, adapter)
+
+
+class Counting:
+    """A timeline that counts what a load asks of it: each call is time in which others wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._inner = timeline_of(device)
+        self.copied: list[int] = []
+        self.timed: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def copy_(self, targets: Any, sources: Any) -> None:
+        self.copied.append(len(targets))
+        self._inner.copy_(targets, sources)
+
+    def mark(self, *, is_timed: bool = False) -> Any:
+        self.timed.append(is_timed)
+        return self._inner.mark(is_timed=is_timed)
+
+
+def test_a_load_takes_few_calls_however_its_pages_lie(kit: Any) -> None:
+    timeline = Counting(kit.device)
+    layers, wide = kit.layers(8), kit.adapter(0, rank=32, layers=8)
+    narrow = [kit.adapter(seed, layers=1, modules=("k",)) for seed in range(1, 41)]
+    pool = kit.pool(
+        max_adapters=41, layers=layers, page_bytes=8192, device_bytes=60 * 8192, timeline=timeline
+    )
+    pool.add("wide", wide)
+    for i, adapter in enumerate(narrow):
+        pool.add(str(i), adapter)
+    with pool.acquire(map(str, range(40))):
+        pass
+    for i in range(0, 40, 2):
+        pool.remove(str(i))
+    held = pool.acquire(map(str, range(1, 40, 2)))  # every second page is taken
+    timeline.copied.clear()
+    timeline.timed.clear()
+    with pool.acquire(["wide"]) as lease:
+        kit.assert_slot(pool, lease.indices[0], wide)
+    assert sum(timeline.copied) > 20, "the pages are scattered, or this shows nothing"
+    assert len(timeline.copied) <= COPY_GROUPS + 1, "the entries, then the groups"
+    assert timeline.timed == [True, *[False] * (len(timeline.copied) - 1), True]
+    held.release()
