@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.cli.inspect import _size
 from loraplex.cli.main import main
 
 pytest.importorskip("peft")
@@ -70,6 +71,7 @@ def test_json_has_every_field(tiny: Any, capsys: pytest.CaptureFixture[str]) -> 
         "features": ["modules_to_save"],
         "ignored": [],
         "fits": None,
+        "is_partial": False,
         "why_not": None,
         "renaming": None,
         "notes": report["notes"],
@@ -152,6 +154,33 @@ def test_lenient_lists_what_it_ignores(tiny: Any, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert inspect("--json", "--lenient", trained.path) == 0
     assert as_json(capsys)[0]["ignored"] == ["extra.thing"]
+
+
+def test_lenient_says_what_fits_in_part_and_what_does_not_at_all(
+    tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part, nothing = tiny.train(with_logits=False), tiny.train(with_logits=False)
+    part.rename("layers.1.", "layers.7.")
+    nothing.rename("q_proj", "z_proj")
+    model = save_model("llama", tiny)
+    assert inspect("--lenient", part.path, "--model", model) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].endswith("in part")
+    assert "ignored: model.layers.7.self_attn.q_proj" in out
+    assert inspect("--lenient", "--json", part.path, nothing.path, "--model", model) == 1
+    first, second = as_json(capsys)
+    assert (first["fits"], first["is_partial"], first["why_not"]) == (True, True, None)
+    assert second["fits"] is False
+    assert "no part of the adapter matches" in second["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"),
+     (83_886_080, "83.9 MB"), (10**9, "1 GB"), (25 * 10**11, "2.5 TB")],
+)  # fmt: skip
+def test_sizes_have_three_digits(num_bytes: int, shown: str) -> None:
+    assert _size(num_bytes) == shown
 
 
 def test_demo_is_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,8 @@ from loraplex.testing import Case, Inputs, build, eager, truth, tuning_table
 LINEAR = {
     "block_m": 16, "block_n": 32, "block_k": 64, "block_r": 32, "split_k": 1, "is_swapped": 0,
     "has_descriptor": 0, "group_m": 8, "lora_stages": 2, "num_warps": 4, "num_stages": 3,
-    "is_single_launch": 1, "has_lora_part": 0, "expand_at": 8, "lora_steps": 0, "prefetch": 64,
-    "is_early": 0,
+    "is_single_launch": 1, "has_lora_part": 0, "has_early_b": 0, "expand_at": 8, "lora_steps": 0,
+    "prefetch": 64, "is_early": 0,
 }  # fmt: skip
 SHRINK = {
     "block_r": 32, "block_k": 32, "lanes": 4, "split_k": 1, "num_warps": 4, "num_stages": 2,
@@ -69,9 +69,12 @@ WAYS: tuple[tuple[str, dict[str, int], int], ...] = (
         2,
     ),
     ("own_parts_3_none", {"has_lora_part": 1, "split_k": 3, "lora_steps": 9, "block_r": 64}, 1),
+    ("early", {"has_early_b": 1, "expand_at": 4}, 1),
+    ("early_planes", {"has_early_b": 1, "split_k": 2, "is_swapped": 1, "block_r": 16}, 2),
+    ("own_early", {"has_lora_part": 1, "has_early_b": 1, "block_r": 16, "has_descriptor": 1}, 4),
 )  # fmt: skip
 # one with each form of gathering; what they have no descriptors for is odd
-SOME_WAYS = ("parts_3_less", "own_parts_2")
+SOME_WAYS = ("parts_3_less", "own_parts_2", "early_planes")
 
 MIXED = Case(
     "single_mixed", m=5, k=200, slices=(40, 24), ranks=(8, 24, 0, 16), max_rank=24,

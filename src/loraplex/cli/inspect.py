@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import warnings
 from collections import Counter
@@ -67,6 +66,7 @@ class Report:
     features: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     fits: bool | None = None
+    is_partial: bool = False  # it fits, but --lenient left parts out
     why_not: str | None = None
     renaming: list[str] | None = None
     notes: list[str] = field(default_factory=list)
@@ -167,7 +167,10 @@ def _fit(report: Report, adapter: Adapter, model: ModelShapes, *, strict: bool) 
     except AdapterError as error:
         report.fits, report.why_not = False, str(error)
         return
-    report.fits = True
+    parts = (matching.embeddings, matching.parameters, matching.token_rows, matching.saved_modules)
+    report.fits = any(len(part) for part in (matching, *parts))
+    report.why_not = None if report.fits else "no part of the adapter matches the model"
+    report.is_partial = bool(matching.ignored)
     report.renaming = None if matching.renaming is None else list(matching.renaming)
     report.ignored += matching.ignored
 
@@ -236,7 +239,7 @@ def _row(label: str, report: Report) -> list[str]:
     if report.error is not None:
         return [label, "", "", "", "", "", "", "", "cannot be loaded"]
     also = (["rslora"] if report.use_rslora else []) + report.features
-    fits = {None: "", True: "yes", False: "no"}[report.fits]
+    fits = {None: "", True: "in part" if report.is_partial else "yes", False: "no"}[report.fits]
     return [
         label,
         report.base_model or "?",
@@ -269,9 +272,11 @@ def _targets(targets: Mapping[str, int]) -> str:
 
 def _size(num_bytes: int) -> str:
     """Three digits and a unit."""
-    power = min(int(math.log(max(num_bytes, 1), 1000)), 4)
-    number = num_bytes / 1000**power
-    return f"{number:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    number, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while number >= 999.5 and len(units) > 1:  # it would be shown as 1e+03
+        number /= 1000
+        units.pop(0)
+    return f"{number:.3g} {units[0]}"
 
 
 def _short_labels(paths: Iterable[str]) -> list[str]:

@@ -29,6 +29,7 @@ def expand_kernel(
     num_tokens,
     SLICES: tl.constexpr,
     V_SPLIT_K: tl.constexpr,
+    V_GROUPS: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
@@ -68,8 +69,8 @@ def expand_kernel(
         v_ptr, stride_vk, stride_vm, stride_vs,
         groups_ptr, stride_gt, stride_gs,
         stride_br,
-        safe_row, row_place, safe_column, tile, part, tl.sum(groups, axis=0),
-        V_SPLIT_K, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, False, LORA_STAGES,
+        safe_row, row_place, safe_column, tile, part, tl.sum(groups, axis=0), 0,
+        V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, False, LORA_STAGES,
         y_ptr.dtype.element_ty, PRECISION,
     )  # fmt: skip
 
@@ -135,6 +136,7 @@ def launch_expand(
         num_tokens,
         SLICES=slices,
         V_SPLIT_K=v.shape[0],
+        V_GROUPS=v.shape[3] // 8,
         RANK_MULTIPLE=rank_multiple,
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,

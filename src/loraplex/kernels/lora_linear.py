@@ -3,6 +3,10 @@
 Where few tiles would leave multiprocessors idle, K is split over several programs per tile, and the
 LoRA part is one more program of the tile, which meets the others where the parts are added up: it
 waits for the shrink while they read the weight.
+
+The loads of v and B stand at the end of a chain, and a tile alone on its multiprocessor has nothing
+to hide them behind but its own walk along K. So the first block of B is asked for before the walk,
+and v too by programs that start so late that the shrink has surely ended.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loraplex.kernels.base import base_steps
 from loraplex.kernels.meet import meet
 from loraplex.kernels.tile import (
+    add_expand,
     expand_tile,
+    find_first_groups,
     finish_rows,
-    load_groups_of_places,
+    held,
+    load_b,
+    load_v,
     locate_slice,
 )
 
@@ -41,10 +49,12 @@ def lora_linear_kernel(
     planes_ptr,
     arrivals_ptr,
     num_tokens,
+    num_early,
     K: tl.constexpr,
     SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     V_SPLIT_K: tl.constexpr,
+    V_GROUPS: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
@@ -58,6 +68,7 @@ def lora_linear_kernel(
     GROUP_M: tl.constexpr,
     LORA_STAGES: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
+    HAS_EARLY_B: tl.constexpr,
     HAS_DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -66,7 +77,7 @@ def lora_linear_kernel(
 
     x [M, K]; weight [N, K]; x_tiles and weight_tiles their tensor descriptors, if there are; v and
     groups from the shrink; planes [SPLIT_K + 1, tiles, BLOCK_M * BLOCK_N] float32 and arrivals
-    [tiles], zero, if K is split.
+    [tiles], zero, if K is split. The first ``num_early`` programs may run beside the shrink.
     """
     # which tile: GROUP_M row blocks walk the columns together, so that both operands stay in L2
     row_blocks = tl.cdiv(num_tokens, BLOCK_M)
@@ -84,11 +95,31 @@ def lora_linear_kernel(
     safe_row = tl.minimum(row, num_tokens - 1).to(tl.int64)
     safe_column = tl.minimum(column, width - 1).to(tl.int64)
 
-    # how many columns of v there are for this tile; read early, used after the base GEMM
+    # where the tile's first adapters have their B, and how many columns of v there are
     tile = first_row // TILE_M
-    groups = load_groups_of_places(entries_ptr, stride_el, plan_ptr, tile, part, TILE_M, PLACES)
-    num_groups = tl.sum(groups, axis=0)
+    has_lora = (SPLIT_K == 1) | (split == SPLIT_K)
+    address, stride_bn, place, ranks, num_groups = find_first_groups(
+        entries_ptr, stride_el, stride_br, plan_ptr, tile, part, has_lora,
+        TILE_M, PLACES, BLOCK_R // 8, y_ptr.dtype.element_ty.primitive_bitwidth // 8,
+    )  # fmt: skip
     row_place = tl.load(places_ptr + safe_row)
+
+    # B of those, and v as well, if this is not among the programs that run beside the shrink
+    is_real = y_ptr.to(tl.int64) != 0
+    if HAS_EARLY_B:
+        b = load_b(
+            address, stride_bn, ranks, stride_br, safe_column,
+            RANK_MULTIPLE, False, BLOCK_N, BLOCK_R, y_ptr.dtype.element_ty,
+        )  # fmt: skip
+        is_late = tl.program_id(0) >= num_early
+        if PDL:
+            if is_late:
+                gdc_wait()
+        v = load_v(
+            v_ptr, stride_vk, stride_vm, stride_vs, safe_row, row_place, part,
+            tl.where(is_late, place, -2), ranks,
+            V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_R, y_ptr.dtype.element_ty,
+        )  # fmt: skip
 
     # base GEMM: every part walks the same number of blocks of K, the LoRA part none
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
@@ -105,7 +136,7 @@ def lora_linear_kernel(
         x_tiles if HAS_DESCRIPTOR else x_ptr, stride_xm, stride_xk,
         weight_tiles if HAS_DESCRIPTOR else weight_ptr, stride_wn, stride_wk,
         safe_row, first_row, start + safe_column, start + first, first_step, last_step,
-        y_ptr.to(tl.int64) != 0,
+        is_real,
         K, BLOCK_K, SPLIT_K, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
     )  # fmt: skip
 
@@ -113,14 +144,23 @@ def lora_linear_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if SPLIT_K == 1 or split == SPLIT_K:
+    if has_lora & (num_groups > 0):
+        if HAS_EARLY_B:
+            if not is_late:
+                v = load_v(
+                    v_ptr, stride_vk, stride_vm, stride_vs, safe_row, row_place, part, place, ranks,
+                    V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_R, y_ptr.dtype.element_ty,
+                )  # fmt: skip
+            acc = add_expand(
+                acc, held(v, is_real), held(b, is_real), is_real, IS_SWAPPED, PRECISION
+            )
         acc = expand_tile(
             acc,
             v_ptr, stride_vk, stride_vm, stride_vs,
             groups_ptr, stride_gt, stride_gs,
             stride_br,
-            safe_row, row_place, safe_column, tile, part, num_groups,
-            V_SPLIT_K, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, IS_SWAPPED, LORA_STAGES,
+            safe_row, row_place, safe_column, tile, part, num_groups, 1 if HAS_EARLY_B else 0,
+            V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, IS_SWAPPED, LORA_STAGES,
             y_ptr.dtype.element_ty, PRECISION,
         )  # fmt: skip
 
@@ -171,6 +211,7 @@ def launch_lora_linear(
     num_places: int,
     precision: str,
     is_dependent: bool,
+    num_early: int,
     split_k: int,
     block_m: int,
     block_n: int,
@@ -179,11 +220,15 @@ def launch_lora_linear(
     group_m: int,
     lora_stages: int,
     is_swapped: bool,
+    has_early_b: bool,
     has_descriptor: bool,
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Write ``y`` [M, N]; ``v`` and ``groups`` are what :func:`launch_shrink` filled."""
+    """Write ``y`` [M, N]; ``v`` and ``groups`` are what :func:`launch_shrink` filled.
+
+    ``num_early`` is a guess at how many programs the GPU holds at a time; any number is right.
+    """
     num_tokens, in_features = x.shape
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
     launch = {"launch_pdl": True} if is_dependent else {}
@@ -208,10 +253,12 @@ def launch_lora_linear(
         planes,
         arrivals,
         num_tokens,
+        num_early,
         K=in_features,
         SLICES=slices,
         SPLIT_K=split_k,
         V_SPLIT_K=v.shape[0],
+        V_GROUPS=v.shape[3] // 8,
         RANK_MULTIPLE=rank_multiple,
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,
@@ -225,6 +272,7 @@ def launch_lora_linear(
         GROUP_M=group_m,
         LORA_STAGES=lora_stages,
         IS_SWAPPED=is_swapped,
+        HAS_EARLY_B=has_early_b,
         HAS_DESCRIPTOR=has_descriptor,
         PDL=is_dependent,
         PRECISION=precision,

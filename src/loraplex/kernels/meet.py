@@ -11,12 +11,20 @@ import triton.language as tl
 
 
 @triton.jit
+def tell(counter_ptr):
+    """Add one to a counter once everything that this program has stored can be seen."""
+    # every warp has stored before one thread tells
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
 def wait_for_all(counters_ptr, count, num_waiting):
     """Return once ``count`` programs have added one to the first counter.
 
-    All ``num_waiting`` programs of a launch that wait have to come by: the last one sets both
-    counters back to zero, when nobody can be polling any more, so that the next launch finds them
-    as this one did.
+    All ``num_waiting`` programs that wait for it have to come by: the last one sets both counters
+    back to zero, when nobody can be polling any more, so that the next launch finds them as this
+    one did.
     """
     while tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu") < count:
         pass
@@ -32,9 +40,7 @@ def leave_part(acc, plane_ptr, arrivals_ptr):
     WIDTH: tl.constexpr = acc.shape[1]
     inner = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(plane_ptr + inner, acc)
-    # every warp has stored before one thread tells
-    tl.debug_barrier()
-    tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
+    tell(arrivals_ptr)
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 Some programs do the shrink, the others the parts of the base GEMM's tiles. The adapters of a tile
 are added by a part of their own, which does little else than wait; or by the first of the base
 parts, in the middle of its walk along K: by then the shrink is usually done, and while one program
-of a multiprocessor is busy with its adapters, its neighbours go on reading the weight. The part
-with the adapters also gathers the others' sums, in a fixed order.
+of a multiprocessor is busy with its adapters, its neighbours go on reading the weight. B may be
+asked for before the walk. The part with the adapters also gathers the others' sums, in a fixed
+order.
 
 Progress: a program waits only for programs with lower numbers, which were started before it. Of
 these the shrink's wait for nobody, nor do parts without the adapters. Counters are zero between
@@ -20,12 +21,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.base import base_steps, prefetch_weight
-from loraplex.kernels.meet import gather_parts, leave_part, wait_for_all
+from loraplex.kernels.meet import gather_parts, leave_part, tell, wait_for_all
 from loraplex.kernels.shrink import shrink_program
 from loraplex.kernels.tile import (
+    add_expand,
     expand_tile,
+    find_first_groups,
     finish_rows,
-    load_groups_of_places,
+    held,
+    load_b,
+    load_v,
     locate_slice,
 )
 
@@ -61,6 +66,7 @@ def single_launch_kernel(
     SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     V_SPLIT_K: tl.constexpr,
+    V_GROUPS: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
@@ -81,6 +87,7 @@ def single_launch_kernel(
     EXPAND_AT: tl.constexpr,
     LORA_STEPS: tl.constexpr,
     HAS_LORA_PART: tl.constexpr,
+    HAS_EARLY_B: tl.constexpr,
     PREFETCH: tl.constexpr,
     IS_EARLY: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
@@ -160,9 +167,7 @@ def single_launch_kernel(
             K, V_SPLIT_K, RANK_MULTIPLE, RANK_BLOCKS, TILE_M, ITEM_M, PLACES, SHRINK_R, SHRINK_K,
             LANES, BLOCK_R // 8, SHRINK_STAGES, PRECISION,
         )  # fmt: skip
-        # every warp has stored before one thread tells
-        tl.debug_barrier()
-        tl.atomic_add(counters_ptr, 1, sem="release", scope="gpu")
+        tell(counters_ptr)
         return
 
     first_row = number // column_blocks * BLOCK_M
@@ -178,13 +183,21 @@ def single_launch_kernel(
     else:
         middle = tl.where(has_lora, OWN * EXPAND_AT // 8, last_step)
 
-    # how many columns of v there are for this tile: read early, since the loads are a chain
+    # Where the first adapters of the tile have their B, and how many columns of v there are: the
+    # loads are a chain, each of which waits long while the weight is read, so they come early. So
+    # does B itself where there are registers to hold it until the walk is done.
     tile = first_row // TILE_M
-    num_groups = 0
-    if has_lora:
-        groups = load_groups_of_places(entries_ptr, stride_el, plan_ptr, tile, part, TILE_M, PLACES)
-        num_groups = tl.sum(groups, axis=0)
+    address, stride_bn, place, ranks, num_groups = find_first_groups(
+        entries_ptr, stride_el, stride_br, plan_ptr, tile, part, has_lora,
+        TILE_M, PLACES, BLOCK_R // 8, y_ptr.dtype.element_ty.primitive_bitwidth // 8,
+    )  # fmt: skip
+    if HAS_EARLY_B:
+        b = load_b(
+            address, stride_bn, ranks, stride_br, safe_column,
+            RANK_MULTIPLE, False, BLOCK_N, BLOCK_R, y_ptr.dtype.element_ty,
+        )  # fmt: skip
     row_place = tl.load(places_ptr + safe_row)
+    is_real = y_ptr.to(tl.int64) != 0
 
     if IS_SWAPPED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -195,7 +208,7 @@ def single_launch_kernel(
         x_tiles if HAS_DESCRIPTOR else x_ptr, stride_xm, stride_xk,
         weight_tiles if HAS_DESCRIPTOR else weight_ptr, stride_wn, stride_wk,
         safe_row, first_row, start + safe_column, start + first, first_step, middle,
-        y_ptr.to(tl.int64) != 0, K, BLOCK_K, 1, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
+        is_real, K, BLOCK_K, 1, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
     )  # fmt: skip
 
     if PDL and not IS_EARLY:
@@ -204,13 +217,20 @@ def single_launch_kernel(
     # the adapters of this tile, onto the same accumulator, once the shrink is done
     if has_lora:
         wait_for_all(counters_ptr, num_shrink, tiles)
+        if HAS_EARLY_B:
+            if num_groups > 0:
+                v = load_v(
+                    v_ptr, stride_vk, stride_vm, stride_vs, safe_row, row_place, part, place, ranks,
+                    V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_R, y_ptr.dtype.element_ty,
+                )  # fmt: skip
+                acc = add_expand(acc, v, held(b, is_real), is_real, IS_SWAPPED, PRECISION)
         acc = expand_tile(
             acc,
             v_ptr, stride_vk, stride_vm, stride_vs,
             groups_ptr, stride_gt, stride_gs,
             stride_br,
-            safe_row, row_place, safe_column, tile, part, num_groups,
-            V_SPLIT_K, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, IS_SWAPPED, LORA_STAGES,
+            safe_row, row_place, safe_column, tile, part, num_groups, 1 if HAS_EARLY_B else 0,
+            V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_N, BLOCK_R, IS_SWAPPED, LORA_STAGES,
             y_ptr.dtype.element_ty, PRECISION,
         )  # fmt: skip
     if (EXPAND_AT < 8) and (not HAS_LORA_PART):
@@ -219,7 +239,7 @@ def single_launch_kernel(
             x_tiles if HAS_DESCRIPTOR else x_ptr, stride_xm, stride_xk,
             weight_tiles if HAS_DESCRIPTOR else weight_ptr, stride_wn, stride_wk,
             safe_row, first_row, start + safe_column, start + first, middle, last_step,
-            y_ptr.to(tl.int64) != 0, K, BLOCK_K, 1, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
+            is_real, K, BLOCK_K, 1, IS_SWAPPED, HAS_DESCRIPTOR, PRECISION,
         )  # fmt: skip
 
     if PARTS > 1:
@@ -289,6 +309,7 @@ def launch_single(
     expand_at: int,
     lora_steps: int,
     has_lora_part: bool,
+    has_early_b: bool,
     prefetch: int,
     is_early: bool,
     is_swapped: bool,
@@ -300,8 +321,9 @@ def launch_single(
     num_tokens, in_features = x.shape
     rank_blocks = -(-max_rank // shrink_r)
     v_split_k, _, num_slices, _ = v.shape
-    num_shrink = -(-num_tokens // tile_m) * (num_items + 1) * num_slices * rank_blocks * v_split_k
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
+    blocks = num_slices * rank_blocks * v_split_k
+    num_shrink = -(-num_tokens // tile_m) * (num_items + 1) * blocks
     x_tiles, weight_tiles = x, weight
     if has_descriptor:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
@@ -330,6 +352,7 @@ def launch_single(
         SLICES=slices,
         SPLIT_K=split_k,
         V_SPLIT_K=v_split_k,
+        V_GROUPS=v.shape[3] // 8,
         RANK_MULTIPLE=rank_multiple,
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,
@@ -350,6 +373,7 @@ def launch_single(
         EXPAND_AT=expand_at,
         LORA_STEPS=lora_steps,
         HAS_LORA_PART=has_lora_part,
+        HAS_EARLY_B=has_early_b,
         PREFETCH=prefetch if is_dependent else 0,
         IS_EARLY=is_early,
         IS_SWAPPED=is_swapped,

@@ -78,6 +78,139 @@ def locate_slice(pid, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def find_first_groups(
+    entries_ptr, stride_el,
+    stride_br,
+    plan_ptr,
+    tile,
+    part,
+    is_wanted,
+    TILE_M: tl.constexpr,
+    PLACES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ITEM_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The first GROUPS groups of a tile in one slice, from the entries; how many there are in all.
+
+    The same four fields that the shrink notes, for programs that want them before it has. Where
+    there are fewer groups, the rest have place -2 and no ranks.
+    """
+    place = tl.arange(0, PLACES)
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    is_place = is_wanted & (place < tl.load(plan))
+    slot = tl.load(plan + 16 + place, mask=is_place, other=0)
+    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
+    b_ptr = tl.load(entry_ptr + 2, mask=is_place, other=0)
+    stride_bn = tl.load(entry_ptr + 3, mask=is_place, other=0)
+    rank = tl.load(entry_ptr + 4, mask=is_place, other=0).to(tl.int32)
+    own = (rank + 7) // 8
+    end = tl.cumsum(own, axis=0)
+    begin = end - own
+    number = tl.arange(0, GROUPS)[:, None] - begin[None, :]
+    is_here = (number >= 0) & (number < own[None, :])
+    b_group = b_ptr[None, :] + number.to(tl.int64) * (8 * ITEM_SIZE) * stride_br
+    address = tl.sum(tl.where(is_here, b_group, 0), axis=1)
+    stride = tl.sum(tl.where(is_here, stride_bn[None, :], 0), axis=1)
+    places = tl.sum(tl.where(is_here, place[None, :] + 2, 0), axis=1) - 2
+    first = tl.sum(tl.where(is_here, number * 8, 0), axis=1)
+    valid = tl.sum(tl.where(is_here, tl.minimum(rank[None, :] - number * 8, 8), 0), axis=1)
+    return address, stride, places, (first << 8) | valid, tl.sum(own, axis=0)
+
+
+@triton.jit
+def load_v(
+    v_ptr, stride_vk, stride_vm, stride_vs,
+    row,
+    row_place,
+    part,
+    place,
+    ranks,
+    V_SPLIT_K: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    RANK_MULTIPLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """v [BLOCK_M, BLOCK_R] of one block of groups, zero where a group is not the row's own.
+
+    Several planes of few ranks (V_GROUPS groups of 8) are added up row by row and dealt out to
+    their groups then; one plane is loaded in place, which can happen asynchronously.
+    """
+    GROUPS: tl.constexpr = BLOCK_R // 8
+    lane = tl.arange(0, 8)[None, None, :]
+    is_own = row_place[:, None, None] == place[None, :, None]
+    if RANK_MULTIPLE == 8:
+        is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
+    else:
+        is_own = is_own & (lane < (ranks & 0xFF)[None, :, None])
+    v_row = v_ptr + part * stride_vs + row * stride_vm
+    if V_SPLIT_K > 1 and V_GROUPS <= 4:
+        v = tl.zeros((BLOCK_M, GROUPS, 8), DTYPE)
+        for group in tl.static_range(V_GROUPS):
+            own_address = v_row[:, None] + (group * 8 + tl.arange(0, 8))[None, :]
+            has_own = (row_place >= 0)[:, None]
+            own = tl.load(own_address, mask=has_own, other=0.0)
+            for _ in tl.static_range(V_SPLIT_K - 1):
+                own_address += stride_vk
+                own += tl.load(own_address, mask=has_own, other=0.0)
+            is_here = is_own & (ranks >> 11 == group)[None, :, None]
+            v = tl.where(is_here, own.to(DTYPE)[:, None, :], v)
+        v = tl.reshape(v, (BLOCK_M, BLOCK_R))
+    else:
+        v_address = v_row[:, None, None] + (ranks >> 8)[None, :, None] + lane
+        v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
+        has_v = tl.reshape(is_own, (BLOCK_M, BLOCK_R))
+        if RANK_MULTIPLE == 8:
+            v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
+            has_v = tl.max_constancy(has_v, [1, 8])
+        v = tl.load(v_address, mask=has_v, other=0.0)
+        for _ in tl.static_range(V_SPLIT_K - 1):
+            v_address += stride_vk
+            v += tl.load(v_address, mask=has_v, other=0.0)
+    return v.to(DTYPE)
+
+
+@triton.jit
+def load_b(
+    address,
+    stride_bn,
+    ranks,
+    stride_br,
+    column,
+    RANK_MULTIPLE: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``column`` of B for one block of groups [BLOCK_N, BLOCK_R].
+
+    IS_FULL: every group is one, or repeats one. Else those without ranks are zeros.
+    """
+    GROUPS: tl.constexpr = BLOCK_R // 8
+    ITEM_SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    lane = tl.arange(0, 8)[None, None, :]
+    b_address = address[None, :, None] + ITEM_SIZE * (
+        column[:, None, None] * stride_bn[None, :, None] + lane.to(tl.int64) * stride_br
+    )
+    if RANK_MULTIPLE == 8:
+        b_address = tl.reshape(b_address, (BLOCK_N, BLOCK_R)).to(tl.pointer_type(DTYPE))
+        b_address = tl.multiple_of(tl.max_contiguous(b_address, [1, 8]), [1, 16])
+        if IS_FULL:
+            b = tl.load(b_address)
+        else:
+            has_b = tl.broadcast_to((ranks & 0xFF)[None, :, None] > 0, (BLOCK_N, GROUPS, 8))
+            has_b = tl.max_constancy(tl.reshape(has_b, (BLOCK_N, BLOCK_R)), [1, 8])
+            b = tl.load(b_address, mask=has_b, other=0.0)
+    else:
+        is_rank = tl.broadcast_to(lane < (ranks & 0xFF)[None, :, None], (BLOCK_N, GROUPS, 8))
+        b = tl.load(b_address.to(tl.pointer_type(DTYPE)), mask=is_rank, other=0.0)
+        b = tl.reshape(b, (BLOCK_N, BLOCK_R))
+    return b
+
+
+@triton.jit
 def expand_tile(
     acc,
     v_ptr, stride_vk, stride_vm, stride_vs,
@@ -89,7 +222,9 @@ def expand_tile(
     tile,
     part,
     num_groups,
+    first_block,
     V_SPLIT_K: tl.constexpr,
+    V_GROUPS: tl.constexpr,
     RANK_MULTIPLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,53 +234,49 @@ def expand_tile(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc += v B^T over the adapters of a tile, each row with its own.
+    """acc += v B^T over the adapters of a tile, each row with its own, from one block of groups on.
 
     acc [BLOCK_M, BLOCK_N], or its transpose if swapped; v [V_SPLIT_K, M, S, R] holds the
     scaling; row and column are int64 and in range, column counts within the slice ``part``.
     """
     GROUPS: tl.constexpr = BLOCK_R // 8
-    ITEM_SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    lane = tl.arange(0, 8)[None, None, :]
     group_ptr = groups_ptr + tile.to(tl.int64) * stride_gt + part * stride_gs
-    group_ptr += tl.arange(0, GROUPS) * GROUP_FIELDS
-    v_row = part * stride_vs + row[:, None, None] * stride_vm
-    for _ in tl.range(0, tl.cdiv(num_groups, GROUPS), num_stages=STAGES):
+    group_ptr += (first_block * GROUPS + tl.arange(0, GROUPS)) * GROUP_FIELDS
+    for _ in tl.range(first_block, tl.cdiv(num_groups, GROUPS), num_stages=STAGES):
         address = tl.load(group_ptr)
         stride_bn = tl.load(group_ptr + 1)
         place = tl.load(group_ptr + 2)
         ranks = tl.load(group_ptr + 3)
         group_ptr += GROUPS * GROUP_FIELDS
+        b = load_b(
+            address, stride_bn, ranks, stride_br, column,
+            RANK_MULTIPLE, True, BLOCK_N, BLOCK_R, DTYPE,
+        )  # fmt: skip
+        v = load_v(
+            v_ptr, stride_vk, stride_vm, stride_vs, row, row_place, part, place, ranks,
+            V_SPLIT_K, V_GROUPS, RANK_MULTIPLE, BLOCK_M, BLOCK_R, DTYPE,
+        )  # fmt: skip
+        acc = add_expand(acc, v, b, num_groups > 0, IS_SWAPPED, PRECISION)
+    return acc
 
-        # columns [BLOCK_M, GROUPS, 8] of v, zero where a group is not the row's own adapter
-        v_offset = v_row + (ranks >> 8)[None, :, None] + lane
-        v_address = v_ptr + tl.reshape(v_offset, (BLOCK_M, BLOCK_R))
-        is_own = row_place[:, None, None] == place[None, :, None]
-        is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
-        # rows [BLOCK_N, GROUPS, 8] of B
-        b_address = address[None, :, None] + ITEM_SIZE * (
-            column[:, None, None] * stride_bn[None, :, None] + lane.to(tl.int64) * stride_br
-        )
-        if RANK_MULTIPLE == 8:
-            v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
-            has_v = tl.max_constancy(tl.reshape(is_own, (BLOCK_M, BLOCK_R)), [1, 8])
-            b_address = tl.reshape(b_address, (BLOCK_N, BLOCK_R)).to(tl.pointer_type(DTYPE))
-            b = tl.load(tl.multiple_of(tl.max_contiguous(b_address, [1, 8]), [1, 16]))
-        else:
-            is_rank = lane < (ranks & 0xFF)[None, :, None]
-            has_v = tl.reshape(is_own & is_rank, (BLOCK_M, BLOCK_R))
-            is_rank = tl.broadcast_to(is_rank, (BLOCK_N, GROUPS, 8))
-            b = tl.load(b_address.to(tl.pointer_type(DTYPE)), mask=is_rank, other=0.0)
-            b = tl.reshape(b, (BLOCK_N, BLOCK_R))
-        v = tl.load(v_address, mask=has_v, other=0.0)
-        for _ in tl.static_range(V_SPLIT_K - 1):
-            v_address += stride_vk
-            v += tl.load(v_address, mask=has_v, other=0.0)
-        v = v.to(DTYPE)
-        if IS_SWAPPED:
-            acc = add_product(acc, b, v.T, num_groups > 0, PRECISION)
-        else:
-            acc = add_product(acc, v, b.T, num_groups > 0, PRECISION)
+
+@triton.jit
+def held(tile, is_real):
+    """The tile, in registers until here.
+
+    A tile that goes straight from its load to a dot is moved to shared memory next to the load,
+    where the program then waits for it. ``is_real`` is true, but only known when the kernel runs.
+    """
+    return tl.where(is_real, tile, 0.0)
+
+
+@triton.jit
+def add_expand(acc, v, b, is_real, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + v B^T, or its transpose."""
+    if IS_SWAPPED:
+        acc = add_product(acc, b, v.T, is_real, PRECISION)
+    else:
+        acc = add_product(acc, v, b.T, is_real, PRECISION)
     return acc
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,24 @@ def has_dependent_launch(device: torch.device) -> bool:
     arch = arch_of(device)
     is_recent = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
     return is_recent and not env.is_interpreting()
+
+
+def count_early(device: torch.device, num_warps: int) -> int:
+    """About how many programs of a kernel may run beside the one it depends on.
+
+    Those that a GPU holds at a time: one large program, or two smaller ones, a multiprocessor. On
+    the CPU one, so that the interpreter takes both ways.
+    """
+    if device.type != "cuda":
+        return 1
+    if not has_dependent_launch(device):
+        return 0
+    return _multiprocessors(device.index or 0) * (1 if num_warps >= 8 else 2)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def has_aligned_rows(tensor: Tensor) -> bool:

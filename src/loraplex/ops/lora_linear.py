@@ -9,7 +9,13 @@ from torch.nn import functional as F
 from loraplex.checks import check_same, check_shape, check_tensor
 from loraplex.counters import counters_of
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import check_impl, has_dependent_launch, precision_of, resolve
+from loraplex.ops.impls import (
+    check_impl,
+    count_early,
+    has_dependent_launch,
+    precision_of,
+    resolve,
+)
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
     Layout,
@@ -161,6 +167,7 @@ def _run_fused(
         num_places=routed.num_places,
         precision=precision_of(x),
         is_dependent=has_dependent_launch(x.device),
+        num_early=count_early(x.device, config["num_warps"]),
         split_k=split_k,
         block_m=block_m,
         block_n=block_n,
@@ -169,6 +176,7 @@ def _run_fused(
         group_m=config["group_m"],
         lora_stages=config["lora_stages"],
         is_swapped=bool(config["is_swapped"]),
+        has_early_b=bool(config.get("has_early_b", 0)),
         has_descriptor=bool(config.get("has_descriptor", 0)),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
@@ -230,6 +238,7 @@ def _run_single_launch(
         expand_at=config["expand_at"],
         lora_steps=config["lora_steps"],
         has_lora_part=has_lora_part,
+        has_early_b=bool(config.get("has_early_b", 0)),
         prefetch=config["prefetch"],
         is_early=bool(config["is_early"]),
         is_swapped=bool(config["is_swapped"]),

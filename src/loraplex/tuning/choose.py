@@ -29,6 +29,7 @@ WAYS = (
     "expand_at",
     "lora_steps",
     "has_lora_part",
+    "has_early_b",
     "prefetch",
     "is_early",
     "group_m",
