@@ -218,7 +218,7 @@ def test_fused_adapter(
         }
     )
     matching = match(adapter, layers)
-    parts = [part for lora in matching.values() for part in lora.slices]
+    parts = [part for name in layers for part in matching[name].slices]  # in the fused order
     assert len(parts) == len(widths)
     assert all(part is not None and part.a is module.a for part in parts)
     assert all(part is not None and part.scaling == 2.0 for part in parts)
