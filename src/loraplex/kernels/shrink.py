@@ -107,6 +107,16 @@ def write_groups(
 
 
 @triton.jit
+def reset_arrivals(arrivals_ptr, num_arrivals):
+    """One program of all sets the consumer's counters to zero."""
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
+    if is_first:
+        for first in range(0, num_arrivals, 128):
+            counter = first + tl.arange(0, 128)
+            tl.store(arrivals_ptr + counter, tl.zeros((128,), tl.int32), counter < num_arrivals)
+
+
+@triton.jit
 def shrink_program(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
@@ -229,12 +239,7 @@ def shrink_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # one program of all resets the counters
-    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
-    if is_first:
-        for first in range(0, num_arrivals, 128):
-            counter = first + tl.arange(0, 128)
-            tl.store(arrivals_ptr + counter, tl.zeros((128,), tl.int32), counter < num_arrivals)
+    reset_arrivals(arrivals_ptr, num_arrivals)
     shrink_program(
         x_ptr, stride_xm, stride_xk,
         entries_ptr, stride_el,

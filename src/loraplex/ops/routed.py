@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -150,9 +151,9 @@ def problem_of(op: str, x: Tensor, routed: Routed, weight: Tensor | None = None)
     )
 
 
-def shrink_rows_of(config: Config, max_rank: int) -> int:
+def shrink_rows_of(config: Config, ranks: int) -> int:
     """Ranks that one program of the shrink takes: no more than there are, but a dot's least 16."""
-    return min(config["block_r"], max(16, 1 << (max_rank - 1).bit_length()))
+    return min(config["block_r"], max(16, 1 << (ranks - 1).bit_length()))
 
 
 def room_for_shrink(
@@ -188,10 +189,21 @@ def run_shrink(
         v [SPLIT_K, M, S, R] and groups [T, S, G, 4] (:mod:`loraplex.kernels.tile`).
     """
     from loraplex.kernels.shrink import launch_shrink
+    from loraplex.kernels.shrink_wide import launch_shrink_wide
 
     max_rank = routed.layout.max_rank
     v, groups = room_for_shrink(x, routed, config, block_r)
-    launch_shrink(
+    if config.get("is_wide"):
+        columns = v.shape[2] * v.shape[3]
+        launch = partial(launch_shrink_wide, block_r=shrink_rows_of(config, columns))
+    else:
+        launch = partial(
+            launch_shrink,
+            max_rank=max_rank,
+            block_r=shrink_rows_of(config, max_rank),
+            lanes=config["lanes"],
+        )
+    launch(
         x,
         routed.entries,
         routed.layout.a_inner_stride,
@@ -204,14 +216,11 @@ def run_shrink(
         item_m=routed.item_m,
         num_items=routed.num_items,
         num_places=routed.num_places,
-        max_rank=max_rank,
         rank_multiple=routed.layout.rank_multiple,
         fill=block_r // 8,
         precision=precision_of(x),
         is_dependent=has_dependent_launch(x.device),
-        block_r=shrink_rows_of(config, max_rank),
         block_k=config["block_k"],
-        lanes=config["lanes"],
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
     )

@@ -23,6 +23,7 @@ BLOCKS = ("block_m", "block_n", "block_k", "block_r")
 WAYS = (
     "split_k",
     "lanes",
+    "is_wide",
     "is_swapped",
     "has_descriptor",
     "is_single_launch",

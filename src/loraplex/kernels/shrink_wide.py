@@ -1,0 +1,213 @@
+"""v = x A^T at prefill: a program takes all slices and ranks of an item side by side.
+
+With 64 rows of one adapter the product is wide enough for one chain of large matrix instructions
+if the slices stand beside each other: columns are numbered slice by slice, as v has them, and x is
+read once for all columns of a block instead of once per slice. Which row of which A a column is
+gets looked up column by column, so that the chain of dependent loads stays as short as for one
+slice: plan, entries, data.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from loraplex.kernels.shrink import reset_arrivals, write_groups
+from loraplex.kernels.tile import ENTRY_FIELDS, add_product
+
+
+@triton.jit
+def wide_rows(
+    x_ptr, stride_xm, stride_xk,
+    address, stride_ak,
+    row, has_row,
+    is_live,
+    split,
+    is_real,
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    RANK_MULTIPLE: tl.constexpr,
+    ITEM_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[row] A^T [ITEM_M, BLOCK_R] over one part of K, in float32.
+
+    ``address`` [BLOCK_R] is where each column's row of A begins, read where ``is_live``.
+    """
+    ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # blocks of K are counted whole, so that every part begins at an aligned offset
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    x_row = x_ptr + row.to(tl.int64)[:, None] * stride_xm
+    acc = tl.zeros((ITEM_M, BLOCK_R), dtype=tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_mask = has_row[:, None]
+        a_mask = is_live[:, None]
+        if K % (BLOCK_K * SPLIT_K) != 0:
+            x_mask = x_mask & (k < K)[None, :]
+            a_mask = a_mask & (k < K)[None, :]
+        x = tl.load(x_row + k.to(tl.int64)[None, :] * stride_xk, mask=x_mask, other=0.0)
+        a_tile = address[:, None] + k.to(tl.int64)[None, :] * (stride_ak * ITEM_SIZE)
+        a_tile = a_tile.to(tl.pointer_type(x_ptr.dtype.element_ty))
+        # said here, next to the load: elsewhere the hint is lost
+        if RANK_MULTIPLE == 8:
+            a_tile = tl.multiple_of(tl.max_contiguous(a_tile, [1, 8]), [1, 16])
+        a = tl.load(a_tile, mask=a_mask, other=0.0)
+        acc = add_product(acc, x, a.T, is_real, PRECISION)
+    return acc
+
+
+@triton.jit
+def shrink_wide_kernel(
+    x_ptr, stride_xm, stride_xk,
+    entries_ptr, stride_el,
+    stride_ak,
+    stride_br,
+    plan_ptr,
+    v_ptr, stride_vk, stride_vm,
+    groups_ptr, stride_gt, stride_gs,
+    arrivals_ptr,
+    num_items,
+    num_arrivals,
+    K: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    RANK_MULTIPLE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ITEM_M: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FILL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What :func:`loraplex.kernels.shrink.shrink_kernel` computes, all slices in one program.
+
+    x [M, K]; v [SPLIT_K, M, NUM_SLICES * RANKS], whose columns are slices times ranks. The programs
+    of axis 0 are the items of a tile and, behind them, one for each slice's groups.
+    """
+    # x is final before the consumer may start, which reads x without waiting
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    reset_arrivals(arrivals_ptr, num_arrivals)
+    tile = tl.program_id(0) // (num_items + NUM_SLICES)
+    item = tl.program_id(0) % (num_items + NUM_SLICES)
+    split = tl.program_id(2)
+    plan = plan_ptr + tile * (16 + 4 * TILE_M)
+    if item >= num_items:
+        if (tl.program_id(1) == 0) & (split == 0):
+            write_groups(
+                groups_ptr, stride_gt, stride_gs,
+                entries_ptr, stride_el,
+                stride_br,
+                plan_ptr,
+                tile, item - num_items,
+                TILE_M, PLACES, FILL, x_ptr.dtype.element_ty.primitive_bitwidth // 8,
+            )  # fmt: skip
+        return
+
+    # which item: rows of which adapter; most programs have none and end here
+    num_real = tl.load(plan + 1)
+    packed = tl.load(plan + 16 + 2 * TILE_M + item)
+    slot = tl.load(plan + 16 + 3 * TILE_M + item)
+    is_item = (item < num_real) & (slot >= 0)
+    if not is_item:
+        return
+    lane = tl.arange(0, ITEM_M)
+    has_row = lane < (packed & 0xFF)
+    row = tl.load(plan + 16 + TILE_M + (packed >> 8) + lane, mask=has_row, other=0)
+
+    # which weights
+    column = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = column // RANKS
+    rank_index = column % RANKS
+    is_column = part < NUM_SLICES
+    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
+    a_ptr = tl.load(entry_ptr, mask=is_column, other=0)
+    stride_ar = tl.load(entry_ptr + 1, mask=is_column, other=0)
+    rank = tl.load(entry_ptr + 4, mask=is_column, other=0).to(tl.int32)
+    scaling = tl.load(entry_ptr + 5, mask=is_column, other=0).to(tl.int32)
+    scaling = scaling.to(tl.float32, bitcast=True)
+    is_live = rank_index < rank
+    if tl.max(is_live.to(tl.int32), axis=0) == 0:
+        return
+    ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    acc = wide_rows(
+        x_ptr, stride_xm, stride_xk,
+        a_ptr + rank_index * stride_ar * ITEM_SIZE, stride_ak,
+        row, has_row, is_live, split, is_item,
+        K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES, PRECISION,
+    )  # fmt: skip
+    # scaled before rounding, so that a large x A^T with a small scale stays finite
+    target = v_ptr + split.to(tl.int64) * stride_vk
+    target += row.to(tl.int64)[:, None] * stride_vm + column[None, :]
+    v = (acc * scaling[None, :]).to(v_ptr.dtype.element_ty)
+    tl.store(target, v, mask=has_row[:, None] & is_live[None, :])
+
+
+def launch_shrink_wide(
+    x: Tensor,
+    entries: Tensor,
+    stride_ak: int,
+    stride_br: int,
+    plan: Tensor,
+    v: Tensor,
+    groups: Tensor,
+    arrivals: Tensor,
+    *,
+    tile_m: int,
+    item_m: int,
+    num_items: int,
+    num_places: int,
+    rank_multiple: int,
+    fill: int,
+    precision: str,
+    is_dependent: bool,
+    block_r: int,
+    block_k: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Fill ``v`` [SPLIT_K, M, S, R], contiguous, and ``groups`` [T, S, G, 4]; zero ``arrivals``."""
+    num_tokens, in_features = x.shape
+    split_k, _, num_slices, ranks = v.shape
+    tiles = -(-num_tokens // tile_m)
+    column_blocks = -(-num_slices * ranks // block_r)
+    shrink_wide_kernel[(tiles * (num_items + num_slices), column_blocks, split_k)](
+        x, x.stride(0), x.stride(1),
+        entries, entries.stride(0),
+        stride_ak,
+        stride_br,
+        plan,
+        v, v.stride(0), v.stride(1),
+        groups, groups.stride(0), groups.stride(1),
+        arrivals,
+        num_items,
+        arrivals.numel(),
+        K=in_features,
+        NUM_SLICES=num_slices,
+        RANKS=ranks,
+        SPLIT_K=split_k,
+        RANK_MULTIPLE=rank_multiple,
+        TILE_M=tile_m,
+        ITEM_M=item_m,
+        PLACES=num_places,
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        FILL=fill,
+        STAGES=num_stages,
+        PDL=is_dependent,
+        PRECISION=precision,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **({"launch_pdl": True} if is_dependent else {}),
+    )  # fmt: skip
