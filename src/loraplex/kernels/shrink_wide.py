@@ -5,6 +5,9 @@ if the slices stand beside each other: columns are numbered slice by slice, as v
 read once for all columns of a block instead of once per slice. Which row of which A a column is
 gets looked up column by column, so that the chain of dependent loads stays as short as for one
 slice: plan, entries, data.
+
+How many items a tile has is known on the GPU only, and at prefill nearly all of those it could have
+are none. A program for each would cost more than the product, so a few programs a tile share them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex.kernels.shrink import reset_arrivals, write_groups
 from loraplex.kernels.tile import ENTRY_FIELDS, add_product
+
+# About what a GPU holds at a time, and no fewer of a tile than it usually has items.
+PROGRAMS = 256
+LEAST_PROGRAMS_OF_TILE = 4
 
 
 @triton.jit
@@ -63,6 +70,59 @@ def wide_rows(
 
 
 @triton.jit
+def wide_item(
+    x_ptr, stride_xm, stride_xk,
+    entries_ptr, stride_el,
+    stride_ak,
+    order_ptr,
+    v_ptr, stride_vk, stride_vm,
+    packed, slot,
+    column_block,
+    split,
+    K: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    RANK_MULTIPLE: tl.constexpr,
+    ITEM_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of one item's v; ``order_ptr`` are the tile's rows, see the plan."""
+    lane = tl.arange(0, ITEM_M)
+    has_row = lane < (packed & 0xFF)
+    row = tl.load(order_ptr + (packed >> 8) + lane, mask=has_row, other=0)
+
+    # which weights
+    column = column_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = column // RANKS
+    rank_index = column % RANKS
+    is_column = part < NUM_SLICES
+    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
+    a_ptr = tl.load(entry_ptr, mask=is_column, other=0)
+    stride_ar = tl.load(entry_ptr + 1, mask=is_column, other=0)
+    rank = tl.load(entry_ptr + 4, mask=is_column, other=0).to(tl.int32)
+    scaling = tl.load(entry_ptr + 5, mask=is_column, other=0).to(tl.int32)
+    scaling = scaling.to(tl.float32, bitcast=True)
+    is_live = rank_index < rank
+    if tl.max(is_live.to(tl.int32), axis=0) > 0:
+        ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        acc = wide_rows(
+            x_ptr, stride_xm, stride_xk,
+            a_ptr + rank_index * stride_ar * ITEM_SIZE, stride_ak,
+            row, has_row, is_live, split, slot >= 0,
+            K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
+        # scaled before rounding, so that a large x A^T with a small scale stays finite
+        target = v_ptr + split.to(tl.int64) * stride_vk
+        target += row.to(tl.int64)[:, None] * stride_vm + column[None, :]
+        v = (acc * scaling[None, :]).to(v_ptr.dtype.element_ty)
+        tl.store(target, v, mask=has_row[:, None] & is_live[None, :])
+
+
+@triton.jit
 def shrink_wide_kernel(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
@@ -72,7 +132,8 @@ def shrink_wide_kernel(
     v_ptr, stride_vk, stride_vm,
     groups_ptr, stride_gt, stride_gs,
     arrivals_ptr,
-    num_items,
+    num_tiles,
+    num_programs,
     num_arrivals,
     K: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -91,67 +152,55 @@ def shrink_wide_kernel(
 ):  # fmt: skip
     """What :func:`loraplex.kernels.shrink.shrink_kernel` computes, all slices in one program.
 
-    x [M, K]; v [SPLIT_K, M, NUM_SLICES * RANKS], whose columns are slices times ranks. The programs
-    of axis 0 are the items of a tile and, behind them, one for each slice's groups.
+    x [M, K]; v [SPLIT_K, M, NUM_SLICES * RANKS], whose columns are slices times ranks. Each of
+    ``num_tiles`` tiles has ``num_programs`` programs for every block of columns and part of K, and
+    behind them all one for each slice's groups.
     """
     # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     reset_arrivals(arrivals_ptr, num_arrivals)
-    tile = tl.program_id(0) // (num_items + NUM_SLICES)
-    item = tl.program_id(0) % (num_items + NUM_SLICES)
-    split = tl.program_id(2)
-    plan = plan_ptr + tile * (16 + 4 * TILE_M)
-    if item >= num_items:
-        if (tl.program_id(1) == 0) & (split == 0):
-            write_groups(
-                groups_ptr, stride_gt, stride_gs,
-                entries_ptr, stride_el,
-                stride_br,
-                plan_ptr,
-                tile, item - num_items,
-                TILE_M, PLACES, FILL, x_ptr.dtype.element_ty.primitive_bitwidth // 8,
-            )  # fmt: skip
-        return
-
-    # which item: rows of which adapter; most programs have none and end here
-    num_real = tl.load(plan + 1)
-    packed = tl.load(plan + 16 + 2 * TILE_M + item)
-    slot = tl.load(plan + 16 + 3 * TILE_M + item)
-    is_item = (item < num_real) & (slot >= 0)
-    if not is_item:
-        return
-    lane = tl.arange(0, ITEM_M)
-    has_row = lane < (packed & 0xFF)
-    row = tl.load(plan + 16 + TILE_M + (packed >> 8) + lane, mask=has_row, other=0)
-
-    # which weights
-    column = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    part = column // RANKS
-    rank_index = column % RANKS
-    is_column = part < NUM_SLICES
-    entry_ptr = entries_ptr + slot.to(tl.int64) * stride_el + part * ENTRY_FIELDS
-    a_ptr = tl.load(entry_ptr, mask=is_column, other=0)
-    stride_ar = tl.load(entry_ptr + 1, mask=is_column, other=0)
-    rank = tl.load(entry_ptr + 4, mask=is_column, other=0).to(tl.int32)
-    scaling = tl.load(entry_ptr + 5, mask=is_column, other=0).to(tl.int32)
-    scaling = scaling.to(tl.float32, bitcast=True)
-    is_live = rank_index < rank
-    if tl.max(is_live.to(tl.int32), axis=0) == 0:
-        return
-    ITEM_SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    acc = wide_rows(
-        x_ptr, stride_xm, stride_xk,
-        a_ptr + rank_index * stride_ar * ITEM_SIZE, stride_ak,
-        row, has_row, is_live, split, is_item,
-        K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES, PRECISION,
-    )  # fmt: skip
-    # scaled before rounding, so that a large x A^T with a small scale stays finite
-    target = v_ptr + split.to(tl.int64) * stride_vk
-    target += row.to(tl.int64)[:, None] * stride_vm + column[None, :]
-    v = (acc * scaling[None, :]).to(v_ptr.dtype.element_ty)
-    tl.store(target, v, mask=has_row[:, None] & is_live[None, :])
+    # the first items of all tiles come first: they are the ones that exist
+    COLUMN_BLOCKS: tl.constexpr = (NUM_SLICES * RANKS + BLOCK_R - 1) // BLOCK_R
+    column_block = tl.program_id(0) % COLUMN_BLOCKS
+    split = tl.program_id(0) // COLUMN_BLOCKS % SPLIT_K
+    number = tl.program_id(0) // (COLUMN_BLOCKS * SPLIT_K)
+    group = tl.program_id(0) - COLUMN_BLOCKS * SPLIT_K * num_tiles * num_programs
+    if group >= 0:
+        write_groups(
+            groups_ptr, stride_gt, stride_gs,
+            entries_ptr, stride_el,
+            stride_br,
+            plan_ptr,
+            group % num_tiles, group // num_tiles,
+            TILE_M, PLACES, FILL, x_ptr.dtype.element_ty.primitive_bitwidth // 8,
+        )  # fmt: skip
+    else:
+        first = number // num_tiles
+        plan = plan_ptr + number % num_tiles * (16 + 4 * TILE_M)
+        # asked for together with how many items there are, and each next one an item ahead
+        item_ptr = plan + 16 + 2 * TILE_M + first
+        packed = tl.load(item_ptr)
+        slot = tl.load(item_ptr + TILE_M)
+        for item in range(first, tl.load(plan + 1), num_programs):
+            item_ptr += num_programs
+            has_next = item + num_programs < TILE_M
+            next_packed = tl.load(item_ptr, mask=has_next, other=0)
+            next_slot = tl.load(item_ptr + TILE_M, mask=has_next, other=-1)
+            if slot >= 0:
+                wide_item(
+                    x_ptr, stride_xm, stride_xk,
+                    entries_ptr, stride_el,
+                    stride_ak,
+                    plan + 16 + TILE_M,
+                    v_ptr, stride_vk, stride_vm,
+                    packed, slot, column_block, split,
+                    K, NUM_SLICES, RANKS, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES,
+                    PRECISION,
+                )  # fmt: skip
+            packed = next_packed
+            slot = next_slot
 
 
 def launch_shrink_wide(
@@ -181,8 +230,9 @@ def launch_shrink_wide(
     num_tokens, in_features = x.shape
     split_k, _, num_slices, ranks = v.shape
     tiles = -(-num_tokens // tile_m)
-    column_blocks = -(-num_slices * ranks // block_r)
-    shrink_wide_kernel[(tiles * (num_items + num_slices), column_blocks, split_k)](
+    blocks = -(-num_slices * ranks // block_r) * split_k
+    programs = min(num_items, max(LEAST_PROGRAMS_OF_TILE, PROGRAMS // (tiles * blocks)))
+    shrink_wide_kernel[(tiles * (programs * blocks + num_slices),)](
         x, x.stride(0), x.stride(1),
         entries, entries.stride(0),
         stride_ak,
@@ -191,7 +241,8 @@ def launch_shrink_wide(
         v, v.stride(0), v.stride(1),
         groups, groups.stride(0), groups.stride(1),
         arrivals,
-        num_items,
+        tiles,
+        programs,
         arrivals.numel(),
         K=in_features,
         NUM_SLICES=num_slices,
