@@ -243,6 +243,13 @@ def test_biases_without_lora_are_vectors(shape: tuple[int, ...], tiny: Any) -> N
     assert "up_proj: bias must have shape (out_features,), got" in refusal(trained.path)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 32), (96, 0)], ids=str)
+def test_replacements_have_values(shape: tuple[int, ...], tiny: Any) -> None:
+    trained = tiny.train(with_logits=False)
+    trained.edit_tensors(lambda t: {"base_model.model.lm_head.weight": torch.ones(shape)})
+    assert f"lm_head.weight has no values, shape {shape}" in refusal(trained.path)
+
+
 def test_l43_rows_are_a_multiple_of_the_rank(tiny: Any) -> None:
     trained = tiny.train(
         "mixtral", with_logits=False, target_modules=[], target_parameters=["down_proj"]

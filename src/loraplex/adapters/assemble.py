@@ -221,6 +221,10 @@ class Assembler:
                 raise UnsupportedAdapterError(
                     f"{self.label}: {name} has dtype {tensor.dtype}, supported are {supported}"
                 )
+            if not tensor.numel():
+                raise AdapterError(
+                    f"{self.label}: {name} has no values, shape {tuple(tensor.shape)}"
+                )
             if not is_finite(tensor):
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise AdapterError(
