@@ -112,7 +112,7 @@ def wide_item(
         acc = wide_rows(
             x_ptr, stride_xm, stride_xk,
             a_ptr + rank_index * stride_ar * ITEM_SIZE, stride_ak,
-            row, has_row, is_live, split, slot >= 0,
+            row, has_row, is_live, split, packed > 0,
             K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES, PRECISION,
         )  # fmt: skip
         # scaled before rounding, so that a large x A^T with a small scale stays finite

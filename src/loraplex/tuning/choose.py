@@ -125,6 +125,9 @@ def check_table(name: str, table: object) -> Mapping[str, list[Mapping[str, Any]
             _check_keys(f"{where}, when", rule.get("when", {}), CONDITIONS)
             for kernel in KERNELS:
                 _check_keys(f"{where}, {kernel}", rule.get(kernel, {}), CONFIG_KEYS)
+            is_single = rule.get("linear", {}).get("is_single_launch")
+            if is_single and rule.get("shrink", {}).get("is_wide"):
+                raise LoraplexError(f"{where}: the shrink of a single launch cannot be is_wide")
     return table
 
 
