@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,37 @@ def test_an_addition_that_is_interrupted_leaves_nothing(
 ) -> None:
     model = lp.attach(llama)
 
+    class Interrupted(dict[str, Any]):
+        def __setitem__(self, name: str, value: Any) -> None:
+            super().__setitem__(name, value)
+            raise KeyboardInterrupt
+
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model._loraplex, "_make_rowwise", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model.add_adapter("a", saved)
-    assert names_of(model) == ([], [], 0)
+    for target, value in (("_make_rowwise", interrupt), ("_served", Interrupted())):
+        with monkeypatch.context() as patch:
+            patch.setattr(model._loraplex, target, value)
+            with pytest.raises(KeyboardInterrupt):
+                model.add_adapter("a", saved)
+            assert names_of(model) == ([], [], 0)
     model.add_adapter("a", saved)
+    assert names_of(model) == (["a"], ["a"], 0)
+
+
+def test_a_warning_that_is_an_error_leaves_nothing(
+    llama: Any, adapters: Mapping[str, Path]
+) -> None:
+    model = lp.attach(llama)
+    model.add_adapter("a", adapters["mlp"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="same folder as 'a'"):
+            model.add_adapter("b", adapters["mlp"])
+    assert names_of(model) == (["a"], ["a"], 0)
+    with pytest.warns(UserWarning, match="same folder as 'a'"):
+        model.add_adapter("b", adapters["mlp"])
+    model.remove_adapter("b")
     assert names_of(model) == (["a"], ["a"], 0)
 
 

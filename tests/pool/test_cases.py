@@ -233,6 +233,21 @@ def test_s30_one_folder_under_two_names(kit: Any) -> None:
     kit.assert_serves(pool, "a", kit.adapter(1))
 
 
+def test_a_warning_that_is_an_error_changes_nothing(kit: Any) -> None:
+    pool = kit.pool(max_adapters=2)
+    pool.add("a", kit.adapter(0, path="folder/p"))
+    pool.add("b", kit.adapter(1))
+    used = pool.stats().host.used
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in "bc":
+            with pytest.raises(UserWarning, match="same folder as 'a'"):
+                pool.add(name, kit.adapter(0, path="folder/p"), replace=True)
+    assert pool.names() == ["a", "b"]
+    assert pool.stats().host.used == used
+    kit.assert_serves(pool, "b", kit.adapter(1))
+
+
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -69,6 +69,7 @@ class Attachment:
                     self._make_rowwise(module)
                 self._served[name] = Served(frozenset(matched), parts)
         except BaseException:  # an interrupt, or a class of modules that cannot be replaced
+            self._served.pop(name, None)  # both sides, or the name would be stuck
             self.pool.remove(name)
             raise
 

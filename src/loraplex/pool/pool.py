@@ -233,18 +233,20 @@ class AdapterPool:
             matched = match(adapter, self.layers, base_model=base_model, strict=strict)
         manifest, image = self._packer.pack(matched)
         roster.check_size(manifest.layout.num_pages)
-        pages = roster.backing.store(image)
         record = Record(name, manifest, str(adapter.path or ""), adapter.spec.base_model)
-        try:
-            twin = roster.register(record, pages, replace)
-        except BaseException:
-            roster.backing.abandon(pages, record.num_bytes)
-            raise
+        twin = roster.find_twin(record)
         if twin is not None:
+            # Before anything is taken: a filter may turn it into an error.
             warnings.warn(
                 f"{name!r} comes from the same folder as {twin!r}: its weights are held twice",
                 stacklevel=2,
             )
+        pages = roster.backing.store(image)
+        try:
+            roster.register(record, pages, replace)
+        except BaseException:
+            roster.backing.abandon(pages, record.num_bytes)
+            raise
 
     def remove(self, name: str) -> None:
         """Forget an adapter: its memory is free at once, or when the last lease on it ends.

@@ -77,12 +77,16 @@ class Roster:
                 f"({arena.numel()} bytes) or the host budget"
             )
 
-    def register(self, record: Record, pages: IntArray, replace: bool) -> str | None:
-        """Publish a version whose weights lie in host pages, retiring the one it replaces.
+    def find_twin(self, record: Record) -> str | None:
+        """Name of an adapter that came from the same folder under another name, None if none."""
+        if not record.source:
+            return None
+        with self.lock:
+            twins = (r.name for r in self.records.values() if r.source == record.source)
+            return next((twin for twin in twins if twin != record.name), None)
 
-        Returns:
-            Name of another adapter that came from the same folder, None if there is none.
-        """
+    def register(self, record: Record, pages: IntArray, replace: bool) -> None:
+        """Publish a version whose weights lie in host pages, retiring the one it replaces."""
         name = record.name
         with self.lock:
             self.check_addable(name, replace)
@@ -93,10 +97,6 @@ class Roster:
             record.host = pages
             self.backing.enter(record)
             self.records[name] = record
-            if not record.source:
-                return None
-            twins = (r.name for r in self.records.values() if r.source == record.source)
-            return next((twin for twin in twins if twin != name), None)
 
     def remove(self, name: str) -> None:
         """Retire the version that a name stands for."""
