@@ -429,6 +429,11 @@ def test_the_body_refuses_adapter_names(llama: Any, prompts: Any) -> None:
             TypeError,
             "exclude must hold names of layers or parts, got 3",
         ),
+        (
+            {"exclude": ["b\0", "a"]},
+            ValueError,
+            r"exclude names no part of the model: 'a', 'b\\x00'$",
+        ),
         ({"exclude": [""]}, TypeError, "exclude must hold names of layers or parts, got ''"),
         ({"dtype": torch.float16}, TypeError, "attach takes no argument 'dtype': the model says"),
         ({"max_adapters": 0}, ValueError, "max_adapters must be >= 1, got 0"),

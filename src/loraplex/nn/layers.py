@@ -69,7 +69,8 @@ def find_layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear
     # A model without a head has nothing to leave out by that name.
     unused.discard("lm_head")
     if unused:
-        raise ValueError(f"exclude names no part of the model: {', '.join(sorted(unused))}")
+        strangers = ", ".join(f"{word!r:.80}" for word in sorted(unused))
+        raise ValueError(f"exclude names no part of the model: {strangers}")
     if not found:
         raise ValueError(f"model must have linear layers, {type(model).__name__} has none left")
     _check_same(found)
