@@ -43,6 +43,17 @@ SINGLE_LAUNCH_WAYS: tuple[dict[str, int], ...] = (
     {"has_lora_part": 1, "split_k": 2},
 )
 HAS_COPY_ENGINE = ("sm_90", "sm_100")
+# So it is with the shrink that takes all slices at once.
+WIDE = {
+    "shrink": {
+        "is_wide": 1, "block_r": 64, "block_k": 64, "lanes": 1, "split_k": 1, "num_warps": 4,
+        "num_stages": 2,
+    },
+    "expand": {
+        "block_m": 64, "block_n": 64, "block_r": 32, "lora_stages": 2, "num_warps": 4,
+        "num_stages": 2,
+    },
+}  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -87,6 +98,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for problem in dict.fromkeys(problems):
         yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
     yield from single_launch_cases(arch)
+    yield from wide_shrink_cases(arch)
     for max_tokens, dtype in ((1, torch.int32), (64, torch.int64), (4096, torch.int32)):
         yield CompileCase(
             f"routing M={max_tokens} {dtype}",
@@ -115,6 +127,27 @@ def single_launch_cases(arch: str) -> Iterator[CompileCase]:
                 f"single launch {words} {problem}",
                 lambda problem=problem, config=config: call_single(problem, arch, config),
             )
+
+
+def wide_shrink_cases(arch: str) -> Iterator[CompileCase]:
+    """The shrink that takes all slices at once, also where no shipped rule takes it."""
+    plain = Problem("lora_linear", "gemm_add", m=4096)
+    for problem, changes in (
+        (plain, {}),
+        (replace(plain, m=40), {"split_k": 2}),
+        (replace(plain, rank=64, dtype="float16"), {"block_r": 128, "num_warps": 8, "split_k": 4}),
+        (replace(plain, dtype="float32"), {"block_r": 16, "block_k": 32}),
+        (
+            replace(plain, k=4095, slices=(3423,), is_aligned=False),
+            {"split_k": 2, "block_k": 32},
+        ),
+    ):
+        configs = {**WIDE, "shrink": {**WIDE["shrink"], **changes}}
+        words = " ".join(f"{key}={value}" for key, value in changes.items())
+        yield CompileCase(
+            f"wide shrink {words} {problem}",
+            lambda problem=problem, configs=configs: call_with(problem, arch, configs),
+        )
 
 
 def rule_problems(arch: str) -> Iterator[Problem]:
@@ -224,8 +257,13 @@ def call(problem: Problem, arch: str) -> None:
 
 def call_single(problem: Problem, arch: str, changes: Mapping[str, int]) -> None:
     """``lora_linear`` in one launch, whatever the tables say."""
-    configs = {**SINGLE_LAUNCH, "linear": {**SINGLE_LAUNCH["linear"], **changes}}
-    chosen = Choice("fused", configs, "the compile test")
+    linear = {**SINGLE_LAUNCH["linear"], **changes}
+    call_with(problem, arch, {**SINGLE_LAUNCH, "linear": linear})
+
+
+def call_with(problem: Problem, arch: str, configs: Mapping[str, Mapping[str, int]]) -> None:
+    """``lora_linear`` with these blocks, whatever the tables say."""
+    chosen = Choice(problem.impl, configs, "the compile test")
     # the package has a function of the module's name
     module = importlib.import_module("loraplex.ops.lora_linear")
     with mock.patch.object(module, "resolve", return_value=chosen):

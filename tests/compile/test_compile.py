@@ -75,7 +75,10 @@ def test_every_kernel_compiles(arch: str, cache_dir: Path) -> None:
 
 def is_vectorizable(usage: Mapping[str, Any]) -> bool:
     """Whether a case promises dense, aligned rows to a kernel that streams weights."""
-    streams = {"shrink_kernel", "expand_kernel", "lora_linear_kernel", "single_launch_kernel"}
+    streams = {
+        "shrink_kernel", "shrink_wide_kernel", "expand_kernel", "lora_linear_kernel",
+        "single_launch_kernel",
+    }  # fmt: skip
     is_odd = usage["case"].endswith("odd") or "float32" in usage["case"]
     return usage["kernel"] in streams and not is_odd
 
