@@ -79,6 +79,15 @@ def test_descriptors_only_where_there_is_a_copy_engine() -> None:
     assert uses(True) == {0, 1}
 
 
+@pytest.mark.parametrize("m", SIZES)
+def test_the_wide_shrink_is_for_many_rows(m: int) -> None:
+    batch = Batch(GATE_UP, m, 1, 16, torch.bfloat16)
+    opening = first_round(batch, 132, has_copy_engine=True)
+    # a candidate replaces the shrink of another as a whole, so that all have the key
+    found = {c.configs["shrink"]["is_wide"] for c in second_round(batch, opening[-1])}
+    assert found == ({0, 1} if m > 64 else {0})
+
+
 def test_third_round_takes_the_best_of_every_setting() -> None:
     linear = {"block_m": 64, "block_n": 64, "block_r": 32, "lora_stages": 2}
     best = Candidate("fused", {"shrink": SHRINK, "linear": linear})

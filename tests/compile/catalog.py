@@ -12,6 +12,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from itertools import product
 from typing import Any
@@ -146,7 +147,7 @@ def wide_shrink_cases(arch: str) -> Iterator[CompileCase]:
         words = " ".join(f"{key}={value}" for key, value in changes.items())
         yield CompileCase(
             f"wide shrink {words} {problem}",
-            lambda problem=problem, configs=configs: call_with(problem, arch, configs),
+            partial(call_with, problem, arch, configs),
         )
 
 

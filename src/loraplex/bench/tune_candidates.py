@@ -72,7 +72,9 @@ EXPANDS = {
     "large": ((64, 128, 32, 2, 8), (64, 128, 64, 2, 4), (128, 128, 32, 2, 8), (128, 64, 32, 2, 4)),
 }
 
-# (block_r, block_k, lanes, split_k, num_warps, num_stages); lanes are K-strips of one program
+# (block_r, block_k, lanes, split_k, num_warps, num_stages); lanes are K-strips of one program. One
+# lane stands for the wide way, where block_r counts columns of all slices: it wants many rows. What
+# it stages should leave room for the GEMM's programs, which start beside it.
 SHRINKS = (
     (16, 64, 2, 1, 4, 3),
     (16, 64, 4, 1, 4, 4),
@@ -83,6 +85,13 @@ SHRINKS = (
     (16, 64, 8, 1, 8, 3),
     (16, 64, 8, 2, 8, 3),
     (32, 32, 4, 1, 4, 3),
+    (64, 64, 1, 1, 4, 4),
+    (64, 64, 1, 2, 4, 4),
+    (64, 64, 1, 4, 4, 4),
+    (64, 128, 1, 2, 4, 2),
+    (64, 128, 1, 4, 4, 2),
+    (32, 64, 1, 2, 4, 4),
+    (128, 64, 1, 2, 8, 3),
 )
 FIRST_SHRINK = {"decode": (16, 64, 4, 2, 4, 3), "small": (16, 64, 4, 1, 4, 4),
                 "large": (16, 64, 2, 1, 4, 3)}  # fmt: skip
@@ -225,7 +234,11 @@ def _single_tiles(
 
 def _fitting_shrinks(batch: Batch, shrinks: Sequence[tuple[int, ...]]) -> list[Config]:
     names = ("block_r", "block_k", "lanes", "split_k", "num_warps", "num_stages")
-    configs: list[Config] = [dict(zip(names, shrink, strict=True)) for shrink in shrinks]
+    configs: list[Config] = [
+        {**dict(zip(names, shrink, strict=True)), "is_wide": int(shrink[2] == 1)}
+        for shrink in shrinks
+        if shrink[2] > 1 or size_class(batch.m) == "large"
+    ]
     # strips and splits that lie past the end of a short K would read nothing
     fitting = [c for c in configs if c["block_k"] * c["lanes"] * c["split_k"] <= batch.layer.k]
     return fitting or [{**configs[0], "block_k": 16, "lanes": 2, "split_k": 1}]
