@@ -138,11 +138,13 @@ def test_a_full_host_tier_without_disk_refuses_the_newcomer(kit: Any) -> None:
 def test_what_is_held_stays_in_host_memory(kit: Any, small: Any) -> None:
     backing, held = small._roster.backing, small._roster.records["4"]
     with small._roster.lock:
-        backing.hold(held)  # as while it is being copied from, or waits for its turn
+        backing.hold(held)  # as while it is being copied from
+        held.keeps += 1
     small.add("6", kit.adapter(6))
     assert small.info("4").tiers == ("host",)
     assert small.info("5").tiers == ("disk",)
     with small._roster.lock:
+        held.keeps -= 1
         backing.unhold(held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -60,6 +61,13 @@ class Setup:
         """What a call gives that must not wait for the load; in a thread, so as not to hang."""
         return self.begin(call).result(PATIENCE)
 
+    def await_holds(self, name: str, count: int) -> None:
+        """Wait until so many calls that are under way need an adapter."""
+        deadline = time.monotonic() + PATIENCE
+        while self.pool._roster.records[name].holds < count:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+
 
 @pytest.fixture
 def make_setup(kit: Any) -> Any:
@@ -97,8 +105,7 @@ def test_who_wants_the_same_adapter_waits_for_its_copies_to_be_issued(
 ) -> None:
     setup = make_setup()
     second = setup.begin(lambda: setup.pool.acquire(["a", "b"]))
-    while setup.now(lambda: setup.pool.info("a").leases) < 2:
-        pass
+    setup.await_holds("a", 2)
     assert not second.done()
     setup.timeline.go_on.set()
     with setup.first.result(PATIENCE) as one, second.result(PATIENCE) as other:
@@ -108,16 +115,47 @@ def test_who_wants_the_same_adapter_waits_for_its_copies_to_be_issued(
     assert setup.pool.stats().leases == 0
 
 
-def test_what_is_set_aside_is_nobody_elses(kit: Any, make_setup: Any) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_needs_what_is_set_aside_waits_for_what_becomes_of_it(
+    kit: Any, make_setup: Any, fails: bool
+) -> None:
+    """It is refused once a lease holds the slot, and served if the load failed."""
     setup = make_setup()
     held = setup.now(lambda: setup.pool.acquire(["b"]))
-    with pytest.raises(PoolFullError, match="2 of 2 slots"):
-        setup.now(lambda: setup.pool.acquire(["c"]))
+    second = setup.begin(lambda: setup.pool.acquire(["c"]))
+    setup.await_holds("c", 1)
+    time.sleep(0.05)
+    assert not second.done()
+    setup.timeline.error = RuntimeError("injected") if fails else None
     setup.timeline.go_on.set()
-    setup.first.result(PATIENCE).release()
+    if fails:
+        with pytest.raises(RuntimeError, match="injected"):
+            setup.first.result(PATIENCE)
+        second.result(PATIENCE).release()
+    else:
+        with setup.first.result(PATIENCE), pytest.raises(PoolFullError, match="2 of 2 slots"):
+            second.result(PATIENCE)
     held.release()
     for name, adapter in setup.adapters.items():
         kit.assert_serves(setup.pool, name, adapter)
+
+
+def test_a_prefetch_holds_nothing_against_a_step(kit: Any, make_setup: Any) -> None:
+    setup = make_setup()
+    setup.timeline.go_on.set()
+    setup.first.result(PATIENCE).release()
+    setup.timeline.go_on.clear()
+    setup.timeline.entered.clear()
+    setup.timeline.is_armed = True
+    loading = setup.pool.prefetch(["c"])
+    assert setup.timeline.entered.wait(PATIENCE)
+    second = setup.begin(lambda: setup.pool.acquire(["a", "b"]))
+    setup.await_holds("a", 1)
+    assert not second.done()
+    setup.timeline.go_on.set()
+    loading.result(PATIENCE)
+    with second.result(PATIENCE) as lease:
+        kit.assert_slot(setup.pool, lease.indices[0], setup.adapters["a"])
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
@@ -146,8 +184,7 @@ def test_a_load_that_fails_leaves_it_to_whoever_waits(kit: Any, make_setup: Any)
     pool = setup.pool
     setup.timeline.error = RuntimeError("injected")
     second = setup.begin(lambda: pool.acquire(["a"]))
-    while setup.now(lambda: pool.info("a").leases) < 2:
-        pass
+    setup.await_holds("a", 2)
     setup.timeline.go_on.set()
     with pytest.raises(RuntimeError, match="injected"):
         setup.first.result(PATIENCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,28 +62,31 @@ class DeviceTier:
         self._address = self.arena.data_ptr()
         self._unmeasured: deque[tuple[Mark, Mark]] = deque()
 
-    def check_room(self, missing: Sequence[Record]) -> None:
-        """Refuse what does not fit even if everything idle is evicted; changes nothing.
+    def check_room(self, missing: Sequence[Record], staying: Collection[Record]) -> bool:
+        """Whether ``missing`` fits, if need be in place of all that is idle but for ``staying``.
+
+        Returns:
+            False if it will only when other calls have ended that load adapters.
 
         Raises:
-            PoolFullError: it does not.
+            PoolFullError: leases and pins leave too little, whatever else ends.
         """
-        if not self._fits(missing, list(self.idle)):
-            raise PoolFullError(self._why_full(missing))
+        if self._fits(missing, [r for r in self.idle if r not in staying]):
+            return True
+        others = [r for r in self.resident if r not in staying]
+        if not self._fits(missing, [r for r in others if r.users == 0 and not r.is_pinned]):
+            raise PoolFullError(self._why_full(missing, staying))
+        return False
 
-    def make_room(self, missing: Sequence[Record]) -> None:
+    def make_room(self, missing: Sequence[Record], staying: Collection[Record]) -> None:
         """Evict as few of the least recently used adapters as let all of ``missing`` in.
 
-        Raises:
-            PoolFullError: what is in use leaves too little; nothing was evicted then.
+        Expects that :meth:`check_room` said yes.
         """
         victims: list[Record] = []
-        candidates = iter(self.idle)
+        candidates = (r for r in self.idle if r not in staying)
         while not self._fits(missing, victims):
-            victim = next(candidates, None)
-            if victim is None:
-                raise PoolFullError(self._why_full(missing))
-            victims.append(victim)
+            victims.append(next(candidates))
         for victim in victims:
             self.evict(victim)
             self._counters.evictions += 1
@@ -91,13 +94,13 @@ class DeviceTier:
     def reserve(self, record: Record) -> Room:
         """Set slot and pages aside for an adapter; :meth:`make_room` made sure that it fits.
 
-        Until :meth:`publish` or :meth:`abandon` the record is loading, and the caller its user.
+        Until :meth:`publish` or :meth:`abandon` the record is loading.
         """
         pages = self.allocator.allocate(record.manifest.layout.spans)
         assert pages is not None, "make_room comes before reserve"
-        record.is_loading = True
         self.resident[record] = None
-        return Room(self.free_slots.pop(), pages)
+        record.room = Room(self.free_slots.pop(), pages)
+        return record.room
 
     def issue(self, record: Record, room: Room, host: HostTier) -> Placement:
         """Start copying an adapter from host pages that the caller holds; needs no lock.
@@ -132,7 +135,7 @@ class DeviceTier:
 
     def publish(self, record: Record, place: Placement) -> None:
         """Let everybody see an adapter whose copies are all issued."""
-        record.is_loading = False
+        record.room = None
         record.place = place
         record.last_copy = place.arrivals[-1]
         record.last_use.clear()
@@ -142,7 +145,7 @@ class DeviceTier:
 
     def abandon(self, record: Record, room: Room) -> None:
         """Undo :meth:`reserve`: slot and pages are free again and the adapter is as it was."""
-        record.is_loading = False
+        record.room = None
         del self.resident[record]
         self.allocator.release(room.pages)
         self.free_slots.append(room.slot)
@@ -188,13 +191,14 @@ class DeviceTier:
             return True  # single pages go anywhere
         trial = self.allocator.copy()
         for victim in victims:
-            assert victim.place is not None
-            trial.release(victim.place.pages)
+            place = victim.place or victim.room
+            assert place is not None
+            trial.release(place.pages)
         return all(trial.allocate(r.manifest.layout.spans) is not None for r in missing)
 
-    def _why_full(self, missing: Sequence[Record]) -> str:
+    def _why_full(self, missing: Sequence[Record], staying: Collection[Record]) -> str:
         page_bytes = self.arena.shape[1]
-        in_use = [r for r in self.resident if r not in self.idle]
+        in_use = [r for r in self.resident if r not in self.idle or r in staying]
         held = sum(r.num_pages for r in in_use)
         wanted = sum(r.num_pages for r in missing)
         return (

@@ -300,7 +300,7 @@ class AdapterPool:
             return self._loader.submit(self._prefetch, wanted)
 
     def _prefetch(self, names: Sequence[str | None]) -> None:
-        self._roster.release(self._roster.acquire(names).values(), None)
+        self._roster.load(names, is_pinned=False)
 
     def is_ready(self, name: str) -> bool:
         """Whether all of an adapter is on the device now, so that acquiring it delays no step.
@@ -318,10 +318,7 @@ class AdapterPool:
         Raises:
             UnknownAdapterError, PoolFullError, PoolError: as :meth:`acquire`.
         """
-        records = self._roster.acquire([check_name(name)]).values()
-        with self._roster.lock:
-            self._roster.set_pinned(records, True)
-        self._roster.release(records, None)
+        self._roster.load([check_name(name)], is_pinned=True)
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again.
@@ -329,8 +326,7 @@ class AdapterPool:
         Raises:
             UnknownAdapterError: no adapter of that name.
         """
-        with self._roster.lock:
-            self._roster.set_pinned([self._roster.find(name)], False)
+        self._roster.unpin(name)
 
     def names(self) -> list[str]:
         """Registered adapters in the order in which they were added."""

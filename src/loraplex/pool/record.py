@@ -53,11 +53,13 @@ class Record:
         file: its file in the disk tier, if it is there.
         place: where it is on the device, if it is there.
         users: leases that hold it; while there are any it stays on the device.
-        holds: operations that need its host pages or its file to stay.
+        comers: calls that load it, or others beside it; as good as users while they do.
+        holds: operations that need a copy of it to stay, in host memory or on disk.
+        keeps: operations that need its host pages to stay; they hold it as well.
         is_pinned: never evicted, used or not.
         is_retired: removed or replaced; goes away with its last user.
         is_staging: a thread is reading it from disk.
-        is_loading: a thread is issuing its copies to the device, as one of its users.
+        room: what is set aside for it on the device while a thread issues its copies.
         last_copy: end of the last copy out of its host pages.
         last_use: end of the work that used it, per stream.
     """
@@ -70,13 +72,25 @@ class Record:
     file: Path | None = None
     place: Placement | None = None
     users: int = 0
+    comers: int = 0
     holds: int = 0
+    keeps: int = 0
     is_pinned: bool = False
     is_retired: bool = False
     is_staging: bool = False
-    is_loading: bool = False
+    room: Room | None = None
     last_copy: Mark | None = None
     last_use: dict[Hashable, Mark] = field(default_factory=dict)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a thread is issuing its copies to the device, as one of its comers."""
+        return self.room is not None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has to stay on the device."""
+        return self.users > 0 or self.comers > 0
 
     @property
     def num_pages(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from loraplex.errors import AdapterExistsError, PoolError, PoolFullError, UnknownAdapterError
 from loraplex.pool.backing import Backing
@@ -94,8 +94,7 @@ class Roster:
             if old is not None:
                 record.is_pinned = old.is_pinned
                 self._retire(old)
-            record.host = pages
-            self.backing.enter(record)
+            self.backing.adopt(record, pages)
             self.records[name] = record
 
     def remove(self, name: str) -> None:
@@ -104,30 +103,105 @@ class Roster:
             self.check_open()
             self._retire(self.find(name))
             del self.records[name]
+            self.lock.notify_all()
 
-    def set_pinned(self, records: Collection[Record], is_pinned: bool) -> None:
-        """Keep versions on the device, or let them go again; expects the lock."""
-        for record in records:
-            record.is_pinned = is_pinned and not record.is_retired
+    def unpin(self, name: str) -> None:
+        """Let the version that a name stands for be evicted again."""
+        with self.lock:
+            record = self.find(name)
+            record.is_pinned = False
             self._settle(record)
+            self.lock.notify_all()
 
     def acquire(self, names: Sequence[str | None]) -> dict[str, Record]:
         """Bring adapters to the device and count the caller as their user."""
+
+        def use(records: Collection[Record]) -> None:
+            self.counters.leases += 1
+            for record in records:
+                record.users += 1
+
+        return self._bring(names, use)
+
+    def load(self, names: Sequence[str | None], *, is_pinned: bool) -> None:
+        """Bring adapters to the device, and keep them there only if they are to be pinned."""
+
+        def pin(records: Collection[Record]) -> None:
+            for record in records:
+                record.is_pinned |= is_pinned and not record.is_retired
+
+        self._bring(names, pin)
+
+    def _bring(
+        self, names: Sequence[str | None], keep: Callable[[Collection[Record]], None]
+    ) -> dict[str, Record]:
+        """Bring adapters to the device; ``keep`` is called under the lock when all are there."""
         with self.lock:
-            records = self._enroll(names)
-            missing = [r for r in records.values() if r.place is None]
-            self.counters.misses += len(missing)
-            self.counters.hits += len(records) - len(missing)
-            if not missing:
+            records = self._look_up(names)
+            if all(r.place is not None for r in records.values()):
+                for record in records.values():
+                    self.device.idle.pop(record, None)
+                    self.backing.touch(record)
+                self._stay(records.values(), keep)
                 return records
-            for record in missing:
+            mine = dict.fromkeys(records.values())  # in their order, and quick to look into
+            for record in mine:
                 self.backing.hold(record)
         try:
-            self._fetch(missing)
-        except BaseException:
-            self.release(records.values(), None)
-            raise
+            while not self._try_to_load(mine, keep):
+                pass
+        finally:
+            with self.lock:
+                for record in mine:
+                    self.backing.unhold(record)
         return records
+
+    def _try_to_load(
+        self, records: Collection[Record], keep: Callable[[Collection[Record]], None]
+    ) -> bool:
+        """Bring held records to the device, unless some left it for disk meanwhile."""
+        kept = self._stage(records)
+        try:
+            rooms = self._set_aside(records, kept)
+            if rooms is None:
+                return False
+            try:
+                self._load(rooms)
+            except BaseException:
+                self._leave(records, lambda records: None)
+                raise
+            self._leave(records, keep)
+            return True
+        finally:
+            with self.lock:
+                self.backing.unkeep(kept)
+
+    def _leave(
+        self, records: Collection[Record], keep: Callable[[Collection[Record]], None]
+    ) -> None:
+        """End a call that brought adapters to the device, or tried to."""
+        with self.lock:
+            for record in records:
+                record.comers -= 1
+            self.lock.notify_all()
+            self._stay(records, keep)
+
+    def _stay(
+        self, records: Collection[Record], keep: Callable[[Collection[Record]], None]
+    ) -> None:
+        keep(records)
+        self._settle_all(r for r in records if not r.is_used)
+
+    def _settle_all(self, records: Iterable[Record]) -> None:
+        """All of them, even if one cannot be taken off the device."""
+        failures: list[Exception] = []
+        for record in records:
+            try:
+                self._settle(record)
+            except Exception as error:  # noqa: PERF203
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def loading(self, records: Iterable[Record]) -> list[Record]:
         """Those of a lease's adapters that are still on their way."""
@@ -147,17 +221,11 @@ class Roster:
                 if use is not None:
                     record.last_use[use[0]] = use[1]
                 record.users -= 1
-            failures: list[Exception] = []
-            for record in records:
-                try:
-                    self._settle(record)
-                except Exception as error:  # noqa: PERF203
-                    failures.append(error)
-            if failures:
-                raise failures[0]
+            self.lock.notify_all()
+            self._settle_all(records)
 
-    def _enroll(self, names: Sequence[str | None]) -> dict[str, Record]:
-        """Look every name up before anything changes, then count a user for each."""
+    def _look_up(self, names: Sequence[str | None]) -> dict[str, Record]:
+        """The version of every name, in the order of their first appearance; changes nothing."""
         self.check_open()
         records = {name: self.find(name) for name in dict.fromkeys(names) if name is not None}
         slots = self.device.entries.shape[0]
@@ -165,37 +233,83 @@ class Roster:
             raise PoolFullError(
                 f"{len(records)} different adapters were asked for, the pool has {slots} slots"
             )
-        for record in records.values():
-            record.users += 1
-            if record.place is not None:
-                self.device.idle.pop(record, None)
-            self.backing.touch(record)
-        self.counters.leases += 1
+        missing = sum(1 for r in records.values() if r.place is None)
+        self.counters.misses += missing
+        self.counters.hits += len(records) - missing
         return records
 
-    def _fetch(self, missing: Sequence[Record]) -> None:
-        """Held records from disk to host, then to the device; the lock is for planning alone."""
-        try:
+    def _stage(self, records: Collection[Record]) -> frozenset[Record]:
+        """Get those of held records into host memory that are not on the device, and keep them.
+
+        What another call has may be free again in a moment, or may become a lease. So a call waits
+        for those under way, and is refused only what leases and pins leave no room for. No two
+        calls can wait for each other, because things are taken in one order, each kind at once:
+
+        1. Who waits for host pages (here and in :meth:`Backing.store`) has nothing, only a promise
+           that some copy of his adapters stays.
+        2. Who waits for slots and pages of the device (:meth:`_set_aside`) has nothing but host
+           pages. If it turns out that he needs more of those, he gives them back and starts again.
+        3. Who has room on the device waits for nobody: he issues copies, then ends. The same goes
+           for who reads or writes host pages.
+
+        So whoever waits does so for calls of a higher number. A call starts again only when another
+        one has got what it needed.
+        """
+        while True:
             with self.lock:
-                self.device.check_room([r for r in missing if r.place is None and not r.is_loading])
+                missing = self._await_room(records)
                 unstaged = [r for r in missing if r.host is None]
-            for record in unstaged:
-                self.backing.stage(record)
+                count = sum(r.num_pages for r in unstaged)
+                pages = self.backing.claim(count)
+                if pages is not None:
+                    self.backing.keep(missing)
+                    for record in unstaged:
+                        record.is_staging = True
+                    for record in (r for r in records if r in self.device.idle):
+                        self.device.idle.move_to_end(record)  # wanted when the rest is there
+                    break
+            self.backing.make_room(count, staying=records)
+        try:
+            self.backing.stage(unstaged, pages)
+        except BaseException:
             with self.lock:
-                # Whoever loads waits for nobody, so this ends.
-                while any(r.is_loading for r in missing):
-                    self.lock.wait()
-                absent = [r for r in missing if r.place is None]
-                try:
-                    self.device.make_room(absent)
-                finally:
-                    self._sweep()
-                rooms = [(record, self.device.reserve(record)) for record in absent]
-            self._load(rooms)
-        finally:
-            with self.lock:
-                for record in missing:
-                    self.backing.unhold(record)
+                self.backing.unkeep(missing)
+            raise
+        return frozenset(missing)
+
+    def _await_room(self, records: Collection[Record]) -> list[Record]:
+        """Wait until what is missing of records fits on the device; nothing is taken."""
+        while True:
+            self.check_open()
+            if not any(r.is_loading or r.is_staging for r in records):
+                missing = [r for r in records if r.place is None]
+                if self.device.check_room(missing, records):
+                    return missing
+            self.lock.wait()
+
+    def _set_aside(
+        self, records: Collection[Record], kept: frozenset[Record]
+    ) -> list[tuple[Record, Room]] | None:
+        """Room on the device for what is missing of records, which all come into use.
+
+        Returns:
+            None if more is missing than what is kept in host memory; nothing is taken then.
+        """
+        with self.lock:
+            missing = self._await_room(records)
+            if not kept.issuperset(missing):
+                return None
+            try:
+                self.device.make_room(missing, records)
+            finally:
+                self._sweep()
+            for record in records:
+                record.comers += 1
+                self.device.idle.pop(record, None)
+                self.backing.touch(record)
+                if record.is_retired:  # while it waited without having anything
+                    self.retired[record] = None
+            return [(record, self.device.reserve(record)) for record in missing]
 
     def _load(self, rooms: Sequence[tuple[Record, Room]]) -> None:
         """Issue the copies of adapters; while that goes on, other threads can use the pool."""
@@ -210,11 +324,10 @@ class Roster:
                 for record, room in rooms:
                     if record.is_loading:
                         self.device.abandon(record, room)
-                self.lock.notify_all()
             raise
 
     def _retire(self, record: Record) -> None:
-        if record.users == 0 and record.place is not None:
+        if not record.is_used and record.place is not None:
             self.device.evict(record)  # first: the only step that can fail
         record.is_retired = True
         record.is_pinned = False
@@ -223,7 +336,7 @@ class Roster:
 
     def _settle(self, record: Record) -> None:
         """Put a version where its users, its pin and its holds allow it to be."""
-        if record.users == 0 and record.place is not None:
+        if not record.is_used and record.place is not None:
             if record.is_retired:
                 self.device.idle[record] = None  # where the next load finds it if this fails
                 self.device.evict(record)
@@ -232,10 +345,10 @@ class Roster:
         if record.is_retired:
             if record.holds == 0:
                 self.backing.drop(record)
-            if record.users == 0:
+            if not record.is_used:
                 self.retired.pop(record, None)
 
     def _sweep(self) -> None:
         """Finish the versions that were retired while the device did not let them go."""
-        for record in [r for r in self.retired if r.users == 0 and r.place is None]:
+        for record in [r for r in self.retired if not r.is_used and r.place is None]:
             self._settle(record)
