@@ -436,7 +436,7 @@ def test_the_body_refuses_adapter_names(llama: Any, prompts: Any) -> None:
         ),
         ({"exclude": [""]}, TypeError, "exclude must hold names of layers or parts, got ''"),
         ({"dtype": torch.float16}, TypeError, "attach takes no argument 'dtype': the model says"),
-        ({"max_adapters": 0}, ValueError, "max_adapters must be >= 1, got 0"),
+        ({"max_adapters": 0}, ValueError, "max_adapters must be between 1 and .*, got 0"),
         ({"device_bytes": "1GB"}, TypeError, "device_bytes must be an int"),
     ],
 )

@@ -202,6 +202,9 @@ def test_strict_is_left_by_asking_for_it(
         model.add_adapter("a", adapters["patterns"])
     with pytest.warns(UserWarning, match=r"2 parts .*are ignored: .*mlp\.down_proj"):
         model.add_adapter("a", adapters["patterns"], strict=False)
+    for given in (adapters["mlp"], lp.load_adapter(adapters["mlp"])):
+        with pytest.raises(TypeError, match="strict must be True or False, got 'no'"):
+            model.add_adapter("b", given, strict="no")
     loaded = lp.load_adapter(adapters["patterns"])
     rest = {name: part for name, part in loaded.modules.items() if "down_proj" not in name}
     model.add_adapter("rest", dataclasses.replace(loaded, modules=rest, path=""))

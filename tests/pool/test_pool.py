@@ -6,12 +6,13 @@ import gc
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import loraplex as lp
 from loraplex import AdapterExistsError, PoolError, PoolFullError, UnknownAdapterError
-from loraplex.adapters import Adapter, AdapterSpec, LayerShape
+from loraplex.adapters import Adapter, AdapterSpec, LayerLora, LayerShape
 
 
 def test_acquire_gives_a_slot_per_name_and_minus_one_for_the_base(kit: Any) -> None:
@@ -246,13 +247,13 @@ def test_adding_a_taken_name_is_refused(kit: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_adapters": 0}, "max_adapters must be >= 1"),
-        ({"max_rank": 0}, "max_rank must be >= 1"),
+        ({"max_adapters": 0}, "max_adapters must be between 1"),
+        ({"max_rank": 0}, "max_rank must be between 1"),
         ({"dtype": torch.int8}, "dtype must be float32, float16 or bfloat16, got int8"),
-        ({"device_bytes": 0}, "device_bytes must be >= 1"),
+        ({"device_bytes": 0}, "device_bytes must be between 1"),
         ({"device_bytes": 1.5}, "device_bytes as a share must be above 0 and at most 1"),
         ({"device_bytes": 100, "page_bytes": 1024}, "device_bytes must hold a page of 1024"),
-        ({"page_bytes": 100}, "page_bytes must be >= 128"),
+        ({"page_bytes": 100}, "page_bytes must be between 128"),
         ({"page_bytes": 200}, "page_bytes must be a multiple of 128"),
         ({"host_bytes": 1}, "host_bytes must be at least the arena's"),  # S16
         ({"disk_bytes": 1}, "disk_bytes needs disk_dir"),
@@ -266,6 +267,22 @@ def test_adding_a_taken_name_is_refused(kit: Any) -> None:
         ({"device": "meta"}, "device must have memory, got 'meta'"),
         ({"layers": {"q": (8, 8)}}, r"layers must map names to LayerShape, got 'q': \(8, 8\)"),
         ({"layers": {3: LayerShape.plain(8, 8)}}, "layers must map names to LayerShape, got 3"),
+        ({"layers": 5}, "layers must map names to LayerShape, got 5"),
+        ({"layers": {"q": LayerShape.plain(8, 1 << 70)}}, "must have sizes that fit int32"),
+        (
+            {"layers": dict.fromkeys(("l0", "l1"), LayerShape(32, (32, 16), ("q", "k")))},
+            "layers must have one place per name, got 'q' for 'l0' and 'l1'",
+        ),
+        ({"max_adapters": 1 << 31}, "max_adapters must be between 1 and 2147483647"),
+        ({"max_rank": 1 << 31}, "max_rank must be between 1 and"),
+        ({"page_bytes": 1 << 70}, "page_bytes must be between 128 and"),
+        ({"device_bytes": 1 << 70}, "device_bytes must be between 1 and"),
+        ({"device": []}, r"device must be a torch.device or its name, got \[\]"),
+        ({"has_bias": "x"}, "has_bias must be True, False or None, got 'x'"),
+        ({"base_model": 5}, "base_model must be a str or None, got 5"),
+        ({"timeline": 5}, "timeline must be a Timeline, got 5 without adopt"),
+        ({"disk_dir": 1.5, "host_bytes": 1 << 30}, r"disk_dir must be a str or PathLike\[str\]"),
+        ({"disk_dir": b".", "host_bytes": 1 << 30}, r"disk_dir must be a str or PathLike\[str\]"),
         ({"base_weight": 3}, "base_weight must be a function"),
         ({"base_bias": torch.ones(3)}, "base_bias must be a function"),
     ],
@@ -278,6 +295,49 @@ def test_bad_sizes_are_refused(kit: Any, options: dict[str, Any], message: str) 
 def test_an_arena_that_cannot_be_had_is_named(kit: Any) -> None:
     with pytest.raises(PoolError, match=r"no memory for an arena of \d+ bytes \(device_bytes\)"):
         kit.pool(device_bytes=1 << 60)
+
+
+def test_tables_that_cannot_be_had_are_named(kit: Any) -> None:
+    with pytest.raises(PoolError, match=r"tables of 1000000000 slots \(max_adapters\)"):
+        kit.pool(max_adapters=10**9, device_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strict": "no"}, "strict must be True or False, got 'no'"),
+        ({"replace": "no"}, "replace must be True or False, got 'no'"),
+        ({"matched": []}, r"matched must map layers to LayerLora, got \[\]"),
+        (
+            {"matched": {"layers.0.down": LayerLora(("x",))}},  # type: ignore[arg-type]
+            "must hold ModuleLora and None, got 'x'",
+        ),
+    ],
+)
+def test_arguments_of_add_are_checked(kit: Any, options: dict[str, Any], message: str) -> None:
+    pool = kit.pool()
+    with pytest.raises(TypeError, match=message):
+        pool.add("a", kit.adapter(), **options)
+    assert pool.names() == []
+    pool.add("a", kit.adapter())
+    with pytest.raises(TypeError, match="wait must be True or False, got 'no'"):
+        pool.acquire(["a"], wait="no")
+    assert pool.stats().leases == 0
+
+
+def test_a_name_may_be_of_a_subclass_of_str_everywhere(kit: Any) -> None:
+    pool = kit.pool()
+    name = np.str_("a")
+    pool.add(name, kit.adapter())
+    assert [type(other) for other in pool.names()] == [str]
+    with pool.acquire([name, None, "a"]) as lease:
+        assert lease.indices == [0, -1, 0]
+    pool.prefetch([name]).result(timeout=30)
+    pool.pin(name)
+    pool.unpin(name)
+    assert pool.info(name).name == "a"
+    pool.remove(name)
+    assert pool.names() == []
 
 
 def test_layers_are_required_and_known(kit: Any) -> None:

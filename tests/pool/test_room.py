@@ -158,7 +158,8 @@ def test_calls_that_need_much_of_every_tier_never_wait_in_a_circle(
     def load(turn: int) -> None:
         for i in range(25):
             first = (turn + i) % 6
-            pool._prefetch([names[first], names[(first + 1 + turn) % 6]])
+            pair = [names[first], names[(first + 1 + turn) % 6]]
+            pool._roster.load(pair, is_pinned=False)
 
     def reload(turn: int) -> None:
         for i in range(25):

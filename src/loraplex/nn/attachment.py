@@ -21,6 +21,7 @@ from loraplex.nn.residents import Residents, Served
 from loraplex.nn.rowwise import LoraEmbedding, Rowwise
 from loraplex.nn.step import Step, StepHolder
 from loraplex.pool import AdapterPool, Lease, PoolStats
+from loraplex.pool.arguments import check_flag
 
 # PEFT's spelling of a row without adapter.
 BASE = "__base__"
@@ -51,6 +52,7 @@ class Attachment:
             raise TypeError(f"name must be a str, got {type(name).__name__}")
         if not name or name == BASE:
             raise ValueError(f"name must not be empty or {BASE!r} (a base row), got {name!r}")
+        check_flag("strict", strict)
         loaded = adapter if isinstance(adapter, Adapter) else load_adapter(adapter, strict=strict)
         loaded.require(FEATURES)
         loaded = check_base_copies(loaded, self._parameters().get)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 
@@ -52,7 +53,7 @@ class DeviceTier:
         widest = max(len(shape.slices) for shape in layers.values())
         shape = (num_slots, len(layers), widest, ENTRY_FIELDS)
         self.arena = _aligned_bytes(num_pages * page_bytes, device).view(num_pages, page_bytes)
-        self.entries = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.entries = _entries(shape, device)
         self.allocator = PageAllocator(num_pages)
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.idle: OrderedDict[Record, None] = OrderedDict()
@@ -206,6 +207,16 @@ class DeviceTier:
             f"bytes, and {len(in_use)} adapters in use hold {held * page_bytes} of "
             f"{self.arena.numel()} bytes and {len(in_use)} of {self.entries.shape[0]} slots"
         )
+
+
+def _entries(shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    try:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+    except RuntimeError as error:
+        raise PoolError(
+            f"{device} has no memory for the tables of {shape[0]} slots (max_adapters), "
+            f"{8 * math.prod(shape)} bytes: {error!s:.200}"
+        ) from error
 
 
 def _aligned_bytes(count: int, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from types import NoneType
 
 UNFIT = frozenset(("Cc", "Cs", "Zl", "Zp"))
 """Unicode categories that no name has: controls, surrogates, line and paragraph separators."""
@@ -21,7 +22,7 @@ def check_name(name: object) -> str:
             f"name must have no control characters, line breaks or half characters, "
             f"got {strange!r} in {name!r:.80}"
         )
-    return name
+    return str(name)  # of a subclass, such as numpy's, just what it says
 
 
 def check_names(names: Iterable[str | None]) -> list[str | None]:
@@ -31,7 +32,8 @@ def check_names(names: Iterable[str | None]) -> list[str | None]:
     if not isinstance(names, Iterable):
         raise TypeError(f"names must be a sequence of names, got {names!r:.80}")
     wanted = list(names)
-    strangers = {type(name).__name__ for name in wanted} - {"str", "NoneType"}
+    kinds: set[type] = {type(name) for name in wanted}
+    strangers = {kind.__name__ for kind in kinds if not issubclass(kind, str | NoneType)}
     if strangers:
         raise TypeError(f"names must hold str and None, got {', '.join(sorted(strangers))}")
     return wanted

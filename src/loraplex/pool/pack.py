@@ -158,6 +158,8 @@ class Packer:
 
     def _check_matched(self, matched: Mapping[str, LayerLora]) -> None:
         """Nothing of an adapter may be left out because it is for other layers."""
+        if not isinstance(matched, Mapping):
+            raise TypeError(f"matched must map layers to LayerLora, got {matched!r:.80}")
         for name, lora in matched.items():
             if not isinstance(lora, LayerLora):
                 raise TypeError(f"matched[{name!r}] must be a LayerLora, got {type(lora).__name__}")
@@ -171,6 +173,11 @@ class Packer:
                 raise ValueError(
                     f"matched[{name!r}] must have {count} slices, got {len(lora.slices)}"
                 )
+            for part in lora.slices:
+                if part is not None and not isinstance(part, ModuleLora):
+                    raise TypeError(
+                        f"matched[{name!r}] must hold ModuleLora and None, got {part!r:.80}"
+                    )
 
     def _check_module(self, shape: LayerShape, width: int, module: ModuleLora) -> None:
         for field in ("a", "b", "magnitude", "lora_bias", "bias"):

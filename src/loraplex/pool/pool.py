@@ -12,6 +12,7 @@ from types import MappingProxyType, TracebackType
 import torch
 
 from loraplex.adapters import Adapter, LayerLora, LayerShape, match
+from loraplex.pool.arguments import check_flag, check_layers, check_options
 from loraplex.pool.backing import Backing
 from loraplex.pool.device import DeviceTier
 from loraplex.pool.disk import DiskTier
@@ -64,7 +65,7 @@ class AdapterPool:
 
     Raises:
         TypeError, ValueError: an argument breaks these rules.
-        PoolError: the device has no memory for the arena.
+        PoolError: the device has no memory for the arena or the tables.
 
     Example:
         >>> import torch, loraplex as lp
@@ -94,7 +95,15 @@ class AdapterPool:
         page_bytes: int | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.layers: Mapping[str, LayerShape] = MappingProxyType(dict(layers))
+        self.layers: Mapping[str, LayerShape] = MappingProxyType(check_layers(layers))
+        check_options(
+            base_weight=base_weight,
+            base_bias=base_bias,
+            has_bias=has_bias,
+            base_model=base_model,
+            disk_dir=disk_dir,
+            timeline=timeline,
+        )
         self.device = check_device(device)
         self.dtype, self.max_adapters, self.max_rank = dtype, max_adapters, max_rank
         sizes = choose_sizes(
@@ -111,11 +120,6 @@ class AdapterPool:
         )
         self._layer_index = {name: i for i, name in enumerate(self.layers)}
         self._base_model = base_model
-        for name, function in (("base_weight", base_weight), ("base_bias", base_bias)):
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"{name} must be a function of a layer's name, got {function!r:.80}"
-                )
         self._packer = Packer(
             self.layers,
             dtype,
@@ -138,10 +142,7 @@ class AdapterPool:
             counters=counters,
         )
         host = HostTier(
-            sizes.page_bytes,
-            sizes.host_bytes,
-            self.timeline,
-            segment_bytes=sizes.device_bytes,
+            sizes.page_bytes, sizes.host_bytes, self.timeline, segment_bytes=sizes.device_bytes
         )
         disk = None if disk_dir is None else DiskTier(disk_dir, sizes.disk_bytes)
         backing = Backing(lock, host, disk, self.timeline, counters)
@@ -213,13 +214,15 @@ class AdapterPool:
             strict: refuse an adapter of which a part matches no layer.
 
         Raises:
-            TypeError, ValueError: the name is not such a string, or ``adapter`` no Adapter.
+            TypeError, ValueError: an argument breaks these rules.
             AdapterExistsError: the name is taken and ``replace`` is false.
             AdapterError: the adapter does not fit the layers, ``max_rank`` or ``dtype``.
             UnsupportedAdapterError: it uses a feature this pool was not made for.
             PoolFullError: it is larger than a tier, or no room can be made for it.
         """
-        check_name(name)
+        name = check_name(name)
+        check_flag("replace", replace)
+        check_flag("strict", strict)
         if not isinstance(adapter, Adapter):
             raise TypeError(
                 f"adapter must be an Adapter (load_adapter makes one), got {type(adapter).__name__}"
@@ -274,6 +277,7 @@ class AdapterPool:
             PoolError: an adapter's file in the disk tier cannot be read.
         """
         wanted = check_names(names)
+        check_flag("wait", wait)
         records = self._roster.acquire(wanted)
         lease = Lease(self, wanted, records)
         try:
@@ -297,10 +301,7 @@ class AdapterPool:
             self._roster.check_open()
             if self._loader is None:
                 self._loader = ThreadPoolExecutor(1, thread_name_prefix="loraplex-pool")
-            return self._loader.submit(self._prefetch, wanted)
-
-    def _prefetch(self, names: Sequence[str | None]) -> None:
-        self._roster.load(names, is_pinned=False)
+            return self._loader.submit(self._roster.load, wanted, is_pinned=False)
 
     def is_ready(self, name: str) -> bool:
         """Whether all of an adapter is on the device now, so that acquiring it delays no step.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from loraplex.adapters import LayerShape
 from loraplex.checks import FLOAT_DTYPES, check_int, dtype_name
+from loraplex.pool.arguments import MAX_INT32
 from loraplex.pool.layout import ALIGNMENT, adapter_bytes, choose_page_bytes
 
 TYPICAL_RANK = 16
+
+MAX_ARENA = 2**62
+"""More than any device has; what torch can still be asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,8 @@ def choose_sizes(
     Raises:
         TypeError, ValueError: an argument breaks the rules that :class:`AdapterPool` states.
     """
-    check_int("max_adapters", max_adapters, 1)
-    check_int("max_rank", max_rank, 1)
-    _check_layers(layers)
+    check_int("max_adapters", max_adapters, 1, MAX_INT32)
+    check_int("max_rank", max_rank, 1, MAX_INT32)
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype_name(dtype)}")
     page = _page_bytes(layers, dtype.itemsize, max_rank, page_bytes)
@@ -70,12 +72,14 @@ def choose_sizes(
     return Sizes(page, arena, host_bytes, disk_bytes)
 
 
-def check_device(device: torch.device | str) -> torch.device:
+def check_device(device: object) -> torch.device:
     """The device with its index, ``cuda`` as ``cuda:0``.
 
     Raises:
-        ValueError: no such device here, or one without memory.
+        TypeError: no device. ValueError: no such device here, or one without memory.
     """
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device must be a torch.device or its name, got {device!r:.80}")
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -90,14 +94,6 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _check_layers(layers: Mapping[Any, Any]) -> None:
-    if not layers:
-        raise ValueError("layers must name at least one layer, got none")
-    for name, shape in layers.items():
-        if not isinstance(name, str) or not isinstance(shape, LayerShape):
-            raise TypeError(f"layers must map names to LayerShape, got {name!r}: {shape!r:.80}")
 
 
 def _check_disk(host_bytes: int | None, disk_bytes: int | None, has_disk: bool) -> None:
@@ -119,7 +115,7 @@ def _page_bytes(
     if asked is None:
         ranks = sorted({min(rank, max_rank) for rank in (8, 16, 32, 64)})
         return choose_page_bytes(layers, element_size, ranks)
-    check_int("page_bytes", asked, ALIGNMENT)
+    check_int("page_bytes", asked, ALIGNMENT, MAX_INT32)
     if asked % ALIGNMENT:
         raise ValueError(f"page_bytes must be a multiple of {ALIGNMENT}, got {asked}")
     return asked
@@ -130,4 +126,4 @@ def _arena_bytes(asked: int | float, device: torch.device) -> int:
         if not 0.0 < asked <= 1.0:
             raise ValueError(f"device_bytes as a share must be above 0 and at most 1, got {asked}")
         return int(free_bytes(device) * asked)
-    return check_int("device_bytes", asked, 1)
+    return check_int("device_bytes", asked, 1, MAX_ARENA)
