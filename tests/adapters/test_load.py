@@ -30,6 +30,12 @@ def test_what_is_no_path_is_refused_by_name(name: str, value: Any, tmp_path: Pat
         load_adapter(**arguments)
 
 
+def test_a_root_that_no_file_name_can_spell_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^root must be a path of .*, got '.ud800'") as caught:
+        load_adapter("x", root="\ud800")
+    assert type(caught.value) is ValueError
+
+
 def test_a_root_with_a_nul_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^root must be a path without NUL, got 'a.x00b'"):
         load_adapter("x", root="a\0b")

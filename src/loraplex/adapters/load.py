@@ -38,7 +38,8 @@ def load_adapter(
             model that holds the changed weights.
 
     Raises:
-        TypeError, ValueError: an argument of another type, or a root that is no path.
+        TypeError: an argument of another type.
+        ValueError: a root that is empty, has a NUL, or characters that no file name can have.
         AdapterError: a folder or file that cannot be loaded; says which, expected and found.
         UnsupportedAdapterError: a PEFT feature that loraplex does not carry; names it.
 
@@ -69,6 +70,13 @@ def _check_arguments(path: object, root: object, **switches: object) -> None:
             raise TypeError(f"{name} must be a str or PathLike[str], got {value!r:.80}")
     if root is not None and "\0" in os.fspath(cast(str, root)):
         raise ValueError(f"root must be a path without NUL, got {root!r:.80}")
+    if root is not None:
+        try:
+            os.fsencode(cast(str, root))
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"root must be a path of characters that file names can have, got {root!r:.80}"
+            ) from None
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r:.80}")
