@@ -128,6 +128,25 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_a_terminal_that_cannot_show_a_character_is_no_error() -> None:
+    """Neither on the way out nor in a message of an error."""
+    probe = (
+        "import types; from loraplex.cli import env, main\n"
+        "def run(args):\n"
+        "    print('caf\\u00e9 \\u2500')\n"
+        "    raise ValueError('na\\u00efve')\n"
+        "command = types.SimpleNamespace(add_parser=env.add_parser, run=run)\n"
+        "main._load = lambda name: command\n"
+        "raise SystemExit(main.main(['env']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "caf\\xe9 \\u2500\n")
+    assert done.stderr == "loraplex env: na\\xefve\n"
+
+
 def test_only_the_command_that_runs_is_imported() -> None:
     probe = (
         "import sys; from loraplex.cli.main import main\n"
