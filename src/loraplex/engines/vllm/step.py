@@ -41,7 +41,6 @@ class Step:
         self.impl = impl
         self.has_lora = False
         self.max_tokens = _whole_tiles(max_tokens)
-        self._device = device
         self._routings = {
             tile: Routing.allocate(rows, num_adapters=num_adapters, device=device)
             for tile, rows in [*((t, t) for t in SMALL_TILES), (MAX_TILE_M, self.max_tokens)]
@@ -66,9 +65,7 @@ class Step:
         rows = _whole_tiles(max(count, self._written))
         padded = np.full(rows, -1, dtype=np.int32)
         padded[:count] = slots
-        indices = torch.from_numpy(padded)
-        if self._device.type == "cuda":
-            indices = indices.pin_memory().to(self._device, non_blocking=True)
+        indices = torch.from_numpy(padded)  # a copy would queue behind adapters that arrive
         for tile, routing in self._routings.items():
             if tile == MAX_TILE_M:
                 routing.update_(indices)
