@@ -42,6 +42,28 @@ def first_step_of(split, OWN: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit
+def role_of(pid, tiles, num_shrink, SPLIT_K: tl.constexpr, HAS_LORA_PART: tl.constexpr):
+    """What a program does: its number in the shrink, whether it is of it; its tile and its part.
+
+    Programs wait only for those with lower numbers. Parts that wait for nobody go first, since
+    early programs get multiprocessors of their own.
+    """
+    if HAS_LORA_PART:
+        num_base = tiles * SPLIT_K
+        shrink_pid = pid - num_base
+        is_shrink = (shrink_pid >= 0) & (shrink_pid < num_shrink)
+        is_base = shrink_pid < 0
+        number = tl.where(is_base, pid // SPLIT_K, shrink_pid - num_shrink)
+        split = tl.where(is_base, pid % SPLIT_K, SPLIT_K)
+    else:
+        shrink_pid = pid
+        is_shrink = pid < num_shrink
+        number = (pid - num_shrink) // SPLIT_K
+        split = SPLIT_K - 1 - (pid - num_shrink) % SPLIT_K
+    return shrink_pid, is_shrink, number, split
+
+
+@triton.jit
 def single_launch_kernel(
     x_ptr, stride_xm, stride_xk,
     x_tiles,
@@ -111,26 +133,12 @@ def single_launch_kernel(
     OTHERS: tl.constexpr = WANTED if WANTED < MOST else MOST
     OWN: tl.constexpr = STEPS - (SPLIT_K - 1) * OTHERS
 
-    # Who is what: programs wait only for those with lower numbers. Parts that wait for nobody go
-    # first, since early programs get multiprocessors of their own.
     PARTS: tl.constexpr = SPLIT_K + HAS_LORA_PART
     pid = tl.program_id(0)
     tiles = (tl.num_programs(0) - num_shrink) // PARTS
-    if HAS_LORA_PART:
-        num_base = tiles * SPLIT_K
-        shrink_pid = pid - num_base
-        is_shrink = (pid >= num_base) & (shrink_pid < num_shrink)
-        is_base = pid < num_base
-        number = tl.where(is_base, pid // SPLIT_K, shrink_pid - num_shrink)
-        split = tl.where(is_base, pid % SPLIT_K, SPLIT_K)
-        has_lora = split == SPLIT_K
-    else:
-        shrink_pid = pid
-        is_shrink = pid < num_shrink
-        is_base = pid >= num_shrink
-        number = (pid - num_shrink) // SPLIT_K
-        split = SPLIT_K - 1 - (pid - num_shrink) % SPLIT_K
-        has_lora = split == 0
+    shrink_pid, is_shrink, number, split = role_of(pid, tiles, num_shrink, SPLIT_K, HAS_LORA_PART)
+    is_base = (not is_shrink) & (split < SPLIT_K)
+    has_lora = split == (SPLIT_K if HAS_LORA_PART else 0)
     column_blocks = 0
     for i in tl.static_range(len(SLICES)):
         column_blocks += tl.cdiv(SLICES[i], BLOCK_N)

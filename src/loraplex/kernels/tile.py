@@ -144,11 +144,11 @@ def load_v(
         is_own = tl.broadcast_to(is_own, (BLOCK_M, GROUPS, 8))
     else:
         is_own = is_own & (lane < (ranks & 0xFF)[None, :, None])
-    v_row = v_ptr + part * stride_vs + row * stride_vm
+    v_row = part * stride_vs + row * stride_vm
     if V_SPLIT_K > 1 and V_GROUPS <= 4:
         v = tl.zeros((BLOCK_M, GROUPS, 8), DTYPE)
         for group in tl.static_range(V_GROUPS):
-            own_address = v_row[:, None] + (group * 8 + tl.arange(0, 8))[None, :]
+            own_address = v_ptr + (v_row[:, None] + (group * 8 + tl.arange(0, 8))[None, :])
             has_own = (row_place >= 0)[:, None]
             own = tl.load(own_address, mask=has_own, other=0.0)
             for _ in tl.static_range(V_SPLIT_K - 1):
@@ -158,8 +158,8 @@ def load_v(
             v = tl.where(is_here, own.to(DTYPE)[:, None, :], v)
         v = tl.reshape(v, (BLOCK_M, BLOCK_R))
     else:
-        v_address = v_row[:, None, None] + (ranks >> 8)[None, :, None] + lane
-        v_address = tl.reshape(v_address, (BLOCK_M, BLOCK_R))
+        v_offset = v_row[:, None, None] + (ranks >> 8)[None, :, None] + lane
+        v_address = v_ptr + tl.reshape(v_offset, (BLOCK_M, BLOCK_R))
         has_v = tl.reshape(is_own, (BLOCK_M, BLOCK_R))
         if RANK_MULTIPLE == 8:
             v_address = tl.multiple_of(tl.max_contiguous(v_address, [1, 8]), [1, 16])
