@@ -18,16 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.base import base_steps
-from loraplex.kernels.meet import meet
+from loraplex.kernels.meet import add_halves, leave_half, meet
 from loraplex.kernels.tile import (
     add_expand,
     expand_tile,
     find_first_groups,
-    finish_rows,
     held,
     load_b,
     load_v,
     locate_slice,
+    store_tile,
 )
 
 
@@ -50,6 +50,7 @@ def lora_linear_kernel(
     arrivals_ptr,
     num_tokens,
     num_early,
+    num_whole,
     K: tl.constexpr,
     SLICES: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -66,6 +67,7 @@ def lora_linear_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr,
+    HALVES_TAIL: tl.constexpr,
     LORA_STAGES: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     HAS_EARLY_B: tl.constexpr,
@@ -78,18 +80,28 @@ def lora_linear_kernel(
     x [M, K]; weight [N, K]; x_tiles and weight_tiles their tensor descriptors, if there are; v and
     groups from the shrink; planes [SPLIT_K + 1, tiles, BLOCK_M * BLOCK_N] float32 and arrivals
     [tiles], zero, if K is split. The first ``num_early`` programs may run beside the shrink.
+    HALVES_TAIL: the tiles from ``num_whole`` on have two programs, half of K each, which meet on
+    planes [tiles - num_whole, 2, BLOCK_M * BLOCK_N].
     """
-    # which tile: GROUP_M row blocks walk the columns together, so that both operands stay in L2
+    # which tile; those of the last wave may be halves, two programs each
+    number = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    split = tl.program_id(1)
+    if HALVES_TAIL:
+        tiles = num_whole + (tiles - num_whole) // 2
+        is_whole = number < num_whole
+        split = tl.where(is_whole, 0, (number - num_whole) % 2)
+        number = tl.where(is_whole, number, num_whole + (number - num_whole) // 2)
+    # GROUP_M row blocks walk the columns together, so that both operands stay in L2
     row_blocks = tl.cdiv(num_tokens, BLOCK_M)
-    column_blocks = tl.num_programs(0) // row_blocks
-    first_row_block = tl.program_id(0) // (GROUP_M * column_blocks) * GROUP_M
+    column_blocks = tiles // row_blocks
+    first_row_block = number // (GROUP_M * column_blocks) * GROUP_M
     group_rows = tl.minimum(row_blocks - first_row_block, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * column_blocks)
+    within = number % (GROUP_M * column_blocks)
     first_row = (first_row_block + within % group_rows) * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
     part, start, width, first = locate_slice(within // group_rows, SLICES, BLOCK_N)
     column = first + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
 
     # rows and columns past the end repeat the last one, so that the loops need no masks
     safe_row = tl.minimum(row, num_tokens - 1).to(tl.int64)
@@ -97,7 +109,10 @@ def lora_linear_kernel(
 
     # where the tile's first adapters have their B, and how many columns of v there are
     tile = first_row // TILE_M
-    has_lora = (SPLIT_K == 1) | (split == SPLIT_K)
+    if SPLIT_K > 1:
+        has_lora = split == SPLIT_K
+    else:
+        has_lora = split == 0
     address, stride_bn, place, ranks, num_groups = find_first_groups(
         entries_ptr, stride_el, stride_br, plan_ptr, tile, part, has_lora,
         TILE_M, PLACES, BLOCK_R // 8, y_ptr.dtype.element_ty.primitive_bitwidth // 8,
@@ -127,6 +142,10 @@ def lora_linear_kernel(
     last_step = first_step + STEPS
     if SPLIT_K > 1:
         last_step = tl.where(split < SPLIT_K, last_step, first_step)
+    if HALVES_TAIL:
+        HALF: tl.constexpr = (STEPS + 1) // 2
+        first_step = split * HALF
+        last_step = tl.where(is_whole | (split == 1), STEPS, HALF)
     if IS_SWAPPED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
@@ -166,26 +185,53 @@ def lora_linear_kernel(
 
     if SPLIT_K > 1:
         # the last program of a tile to arrive adds the parts up, in a fixed order
-        acc, is_last = meet(
-            acc, planes_ptr, arrivals_ptr, tl.program_id(0), tl.num_programs(0), split, SPLIT_K + 1
-        )
+        acc, is_last = meet(acc, planes_ptr, arrivals_ptr, number, tiles, split, SPLIT_K + 1)
         if not is_last:
             return
 
     if IS_SWAPPED:
-        acc = acc.T
-    acc = finish_rows(
-        acc,
-        entries_ptr, stride_el,
-        indices_ptr,
-        bias_ptr,
-        num_tokens, row, column, part, start, width,
-        HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
-    )  # fmt: skip
-    target = y_ptr + row.to(tl.int64)[:, None] * stride_ym
-    target += (start + column).to(tl.int64)[None, :] * stride_yn
-    mask = (row < num_tokens)[:, None] & (column < width)[None, :]
-    tl.store(target, acc.to(y_ptr.dtype.element_ty), mask=mask)
+        result = acc.T
+    else:
+        result = acc
+    if HALVES_TAIL:
+        if is_whole:
+            store_tile(
+                result,
+                y_ptr, stride_ym, stride_yn,
+                entries_ptr, stride_el,
+                indices_ptr,
+                bias_ptr,
+                num_tokens, row, column, part, start, width,
+                HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
+            )  # fmt: skip
+        else:
+            # the second half of a tile to arrive finishes it, a few columns at a time
+            met = number - num_whole
+            pair = planes_ptr + met.to(tl.int64) * (2 * BLOCK_M * BLOCK_N)
+            if leave_half(acc, pair, arrivals_ptr + met, split):
+                WIDTH: tl.constexpr = BLOCK_N if BLOCK_N < 64 else BLOCK_N // 4
+                for first_column in range(0, BLOCK_N, WIDTH):
+                    some = add_halves(pair, first_column, BLOCK_M, BLOCK_N, WIDTH, IS_SWAPPED)
+                    some_column = first + first_column + tl.arange(0, WIDTH)
+                    store_tile(
+                        some,
+                        y_ptr, stride_ym, stride_yn,
+                        entries_ptr, stride_el,
+                        indices_ptr,
+                        bias_ptr,
+                        num_tokens, row, some_column, part, start, width,
+                        HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
+                    )  # fmt: skip
+    else:
+        store_tile(
+            result,
+            y_ptr, stride_ym, stride_yn,
+            entries_ptr, stride_el,
+            indices_ptr,
+            bias_ptr,
+            num_tokens, row, column, part, start, width,
+            HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
+        )  # fmt: skip
 
 
 def launch_lora_linear(
@@ -212,6 +258,7 @@ def launch_lora_linear(
     precision: str,
     is_dependent: bool,
     num_early: int,
+    num_whole: int | None,
     split_k: int,
     block_m: int,
     block_n: int,
@@ -228,6 +275,7 @@ def launch_lora_linear(
     """Write ``y`` [M, N]; ``v`` and ``groups`` are what :func:`launch_shrink` filled.
 
     ``num_early`` is a guess at how many programs the GPU holds at a time; any number is right.
+    Tiles from ``num_whole`` on are computed in halves, none if it is None.
     """
     num_tokens, in_features = x.shape
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
@@ -236,7 +284,8 @@ def launch_lora_linear(
     if has_descriptor:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
         weight_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
-    lora_linear_kernel[(tiles, split_k + 1 if split_k > 1 else 1)](
+    programs = tiles if num_whole is None else 2 * tiles - num_whole
+    lora_linear_kernel[(programs, split_k + 1 if split_k > 1 else 1)](
         x, x.stride(0), x.stride(1),
         x_tiles,
         weight, weight.stride(0), weight.stride(1),
@@ -254,6 +303,7 @@ def launch_lora_linear(
         arrivals,
         num_tokens,
         num_early,
+        num_whole or 0,
         K=in_features,
         SLICES=slices,
         SPLIT_K=split_k,
@@ -270,6 +320,7 @@ def launch_lora_linear(
         BLOCK_K=block_k,
         BLOCK_R=block_r,
         GROUP_M=group_m,
+        HALVES_TAIL=num_whole is not None,
         LORA_STAGES=lora_stages,
         IS_SWAPPED=is_swapped,
         HAS_EARLY_B=has_early_b,

@@ -90,3 +90,34 @@ def meet(
         total += tl.where(split == part, acc, other)
         plane += stride_plane
     return total, is_last
+
+
+@triton.jit
+def leave_half(acc, planes_ptr, counter_ptr, half):
+    """Write half a tile's sum to its plane; whether the other one lies there already.
+
+    planes [2, ...] float32; the counter is zero before.
+    """
+    HEIGHT: tl.constexpr = acc.shape[0]
+    WIDTH: tl.constexpr = acc.shape[1]
+    inner = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(planes_ptr + half * (HEIGHT * WIDTH) + inner, acc)
+    # every warp has stored before one thread tells
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == 1
+
+
+@triton.jit
+def add_halves(
+    planes_ptr,
+    first_column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+):
+    """The sum [BLOCK_M, WIDTH] of some columns of both halves, which lie transposed if swapped."""
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = first_column + tl.arange(0, WIDTH)[None, :]
+    inner = column * BLOCK_M + row if IS_SWAPPED else row * BLOCK_N + column
+    return tl.load(planes_ptr + inner) + tl.load(planes_ptr + BLOCK_M * BLOCK_N + inner)

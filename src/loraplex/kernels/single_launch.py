@@ -27,11 +27,11 @@ from loraplex.kernels.tile import (
     add_expand,
     expand_tile,
     find_first_groups,
-    finish_rows,
     held,
     load_b,
     load_v,
     locate_slice,
+    store_tile,
 )
 
 
@@ -263,18 +263,15 @@ def single_launch_kernel(
 
     if IS_SWAPPED:
         acc = acc.T
-    acc = finish_rows(
+    store_tile(
         acc,
+        y_ptr, stride_ym, stride_yn,
         entries_ptr, stride_el,
         indices_ptr,
         bias_ptr,
         num_tokens, row, column, part, start, width,
         HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
     )  # fmt: skip
-    target = y_ptr + row.to(tl.int64)[:, None] * stride_ym
-    target += (start + column).to(tl.int64)[None, :] * stride_yn
-    mask = (row < num_tokens)[:, None] & (column < width)[None, :]
-    tl.store(target, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_single(

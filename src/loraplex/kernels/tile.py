@@ -314,3 +314,35 @@ def finish_rows(
         own_ptr = own_ptr.to(tl.pointer_type(tl.float32))
         acc += tl.load(own_ptr[:, None] + column[None, :], mask=has_own, other=0.0)
     return acc
+
+
+@triton.jit
+def store_tile(
+    acc,
+    y_ptr, stride_ym, stride_yn,
+    entries_ptr, stride_el,
+    indices_ptr,
+    bias_ptr,
+    num_tokens,
+    row,
+    column,
+    part,
+    start,
+    width,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_SCALE: tl.constexpr,
+    HAS_ADAPTER_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Finish rows of one slice and write those that exist, in the dtype of y."""
+    acc = finish_rows(
+        acc,
+        entries_ptr, stride_el,
+        indices_ptr,
+        bias_ptr,
+        num_tokens, row, column, part, start, width,
+        HAS_BIAS, HAS_COLUMN_SCALE, HAS_ADAPTER_BIAS,
+    )  # fmt: skip
+    target = y_ptr + row.to(tl.int64)[:, None] * stride_ym
+    target += (start + column).to(tl.int64)[None, :] * stride_yn
+    mask = (row < num_tokens)[:, None] & (column < width)[None, :]
+    tl.store(target, acc.to(y_ptr.dtype.element_ty), mask=mask)

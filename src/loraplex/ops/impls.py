@@ -86,15 +86,22 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def count_early(device: torch.device, num_warps: int) -> int:
-    """About how many programs of a kernel may run beside the one it depends on.
+    """About how many programs of a kernel may run beside the one it depends on; 0 if none may.
 
-    Those that a GPU holds at a time: one large program, or two smaller ones, a multiprocessor. On
-    the CPU one, so that the interpreter takes both ways.
+    In the interpreter one, so that it takes both ways.
     """
     if device.type != "cuda":
         return 1
-    if not has_dependent_launch(device):
-        return 0
+    return count_at_a_time(device, num_warps) if has_dependent_launch(device) else 0
+
+
+def count_at_a_time(device: torch.device, num_warps: int) -> int:
+    """About how many programs a GPU holds: one large one, or two smaller, a multiprocessor.
+
+    Without a GPU three, so that the interpreter comes to a last wave.
+    """
+    if device.type != "cuda":
+        return 3
     return _multiprocessors(device.index or 0) * (1 if num_warps >= 8 else 2)
 
 

@@ -11,6 +11,7 @@ from loraplex.counters import counters_of
 from loraplex.ops.gradient import without_backward
 from loraplex.ops.impls import (
     check_impl,
+    count_at_a_time,
     count_early,
     has_dependent_launch,
     precision_of,
@@ -139,10 +140,12 @@ def _run_fused(
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
     tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
+    num_whole = _whole_tiles(tiles, config, x.device)
     # parts of a tile that several programs compute, the LoRA part among them, and who has arrived
-    parts = split_k + 1 if split_k > 1 else 0
-    planes = torch.empty((parts, tiles, block_m, block_n), dtype=torch.float32, device=x.device)
-    arrivals = torch.empty((tiles if parts else 0,), dtype=torch.int32, device=x.device)
+    parts = split_k + 1 if split_k > 1 else 0 if num_whole is None else 2
+    met = tiles - (num_whole or 0) if parts else 0
+    planes = torch.empty((parts, met, block_m, block_n), dtype=torch.float32, device=x.device)
+    arrivals = torch.empty((met,), dtype=torch.int32, device=x.device)
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     v, groups = run_shrink(x, routed, shrink, config["block_r"], arrivals)
     launch_lora_linear(
@@ -168,6 +171,7 @@ def _run_fused(
         precision=precision_of(x),
         is_dependent=has_dependent_launch(x.device),
         num_early=count_early(x.device, config["num_warps"]),
+        num_whole=num_whole,
         split_k=split_k,
         block_m=block_m,
         block_n=block_n,
@@ -182,6 +186,16 @@ def _run_fused(
         num_stages=config["num_stages"],
     )
     return y
+
+
+def _whole_tiles(tiles: int, config: Config, device: torch.device) -> int | None:
+    """How many tiles come before a last wave so small that halves of its tiles fit; None if it is
+    larger, or the rule does not want them halved."""
+    at_a_time = count_at_a_time(device, config["num_warps"])
+    last_wave = tiles % at_a_time
+    if not config.get("halves_tail") or not 0 < 2 * last_wave <= at_a_time:
+        return None
+    return tiles - last_wave
 
 
 def _run_single_launch(

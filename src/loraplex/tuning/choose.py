@@ -31,6 +31,7 @@ WAYS = (
     "lora_steps",
     "has_lora_part",
     "has_early_b",
+    "halves_tail",
     "prefetch",
     "is_early",
     "group_m",
