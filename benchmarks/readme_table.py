@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ STEPS = ROOT / "benchmarks" / "results" / "steps.json"
 KERNEL_PAGE = ROOT / "docs" / "kernels" / "lora_linear.md"
 POOL_PAGE = ROOT / "docs" / "pool.md"
 POOL = ROOT / "benchmarks" / "results" / "pool.json"
-PEERS = ROOT / "benchmarks" / "results" / "peers_decode.json"
+PEERS = [ROOT / "benchmarks" / "results" / f"peers_{kind}.json" for kind in ("decode", "prefill")]
 REGION = re.compile(r"(<!-- numbers:begin[^>]*-->\n).*(<!-- numbers:end -->)", re.DOTALL)
 NONE_YET = (
     "No measurements are committed yet. `make gpu-check` writes them to `benchmarks/results/`.\n"
@@ -87,33 +88,31 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def peers(path: Path = PEERS) -> str:
-    """The side-by-side table of one layer at decode, ours and the best peer over cuBLAS alone."""
-    content = json.loads(path.read_text())
+def peers(paths: Sequence[Path] = tuple(PEERS)) -> str:
+    """The side-by-side table of one layer, ours and the best peer over cuBLAS alone."""
+    contents = [json.loads(path.read_text()) for path in paths]
     cases: dict[str, dict[str, Any]] = {}
-    for row in content["rows"]:
+    for row in (row for content in contents for row in content["rows"]):
         cases.setdefault(row["case"], {})[row["provider"]] = row
-    header = content["header"]
     lines = [
-        "| case | floor | base GEMM | `lora_linear` | `F.linear` + `add_lora_` "
-        "| SGLang triton_v2 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| case | floor | base GEMM | `lora_linear` | SGLang triton_v2 |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
     for case, rows in cases.items():
         base = rows["base"]
         cells = [
             f"{rows[name]['us']:.1f} ({rows[name]['us'] / base['us']:.2f})"
-            for name in ("loraplex", "loraplex_add", "sgl_v2")
+            for name in ("loraplex", "sgl_v2")
         ]
         lines.append(
             f"| {case} | {base['floor_us']:.1f} | {base['us']:.1f} | " + " | ".join(cells) + " |"
         )
-    lines += [
-        "",
-        f"In brackets the ratio to the base GEMM alone. {header['device']}, torch "
-        f"{header['torch']}, Triton {header['triton']}, commit {header['commit'][:7]}, "
-        f"{header['date'][:10]}.",
-    ]
+    sources = {
+        f"{header['device']}, torch {header['torch']}, Triton {header['triton']}, commit "
+        f"{header['commit'][:7]}, {header['date'][:10]}"
+        for header in (content["header"] for content in contents)
+    }
+    lines += ["", f"In brackets the ratio to the base GEMM alone. {'; '.join(sorted(sources))}."]
     return "\n".join(lines) + "\n"
 
 

@@ -159,6 +159,8 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     changes += [(main, {"block_r": r}) for r in BLOCK_RS if r <= max(16, 2 * widest)]
     if main == "linear":
         changes += [(main, {"lora_stages": stages}) for stages in LORA_STAGES]
+        # what is held in registers has to be narrow
+        changes += [(main, {"has_early_b": 1, "block_r": r}) for r in (16, 32, 64) if r <= max(16, widest)]
     if best.configs[main].get("is_single_launch"):
         changes += [(main, {"is_early": 0}), (main, {"has_descriptor": 0})]
         changes += [(main, {"prefetch": elements}) for elements in (0, 128)]
@@ -167,6 +169,7 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
             changes += [(main, {"lora_steps": steps}) for steps in (0, 2, 8)]
     if main == "linear" and size_class(batch.m) == "large":
         changes += [(main, {"group_m": group}) for group in GROUP_MS]
+        changes += [(main, {"halves_tail": 1})]
     found = [best.changed(kernel, config) for kernel, config in changes]
     return _distinct(c for c in found if c.key != best.key)
 
@@ -203,7 +206,8 @@ def _tiles(batch: Batch, kind: str, block_r: int, has_copy_engine: bool) -> Iter
             yield {
                 "block_m": block_m, "block_n": block_n, "block_k": block_k,
                 "block_r": block_r, "split_k": 1, "is_swapped": is_swapped,
-                "has_descriptor": has_descriptor, "group_m": 8, "lora_stages": 2,
+                "has_descriptor": has_descriptor, "has_early_b": 0, "halves_tail": 0,
+                "group_m": 8, "lora_stages": 2,
                 "num_warps": warps, "num_stages": stages,
             }  # fmt: skip
 
@@ -226,6 +230,7 @@ def _single_tiles(
                     "block_r": block_r, "split_k": split, "is_swapped": is_swapped,
                     "has_descriptor": int(has_copy_engine), "group_m": 1, "lora_stages": 3,
                     "is_single_launch": 1, "has_lora_part": has_lora_part, "is_early": 1,
+                    "has_early_b": 0,
                     "expand_at": 6 if split == 1 else 8,
                     "lora_steps": 0 if split == 1 or has_lora_part else 4,
                     "prefetch": 256, "num_warps": warps, "num_stages": stages,
