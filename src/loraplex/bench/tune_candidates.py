@@ -160,7 +160,9 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     if main == "linear":
         changes += [(main, {"lora_stages": stages}) for stages in LORA_STAGES]
         # what is held in registers has to be narrow
-        changes += [(main, {"has_early_b": 1, "block_r": r}) for r in (16, 32, 64) if r <= max(16, widest)]
+        changes += [
+            (main, {"has_early_b": 1, "block_r": r}) for r in (16, 32, 64) if r <= max(16, widest)
+        ]
     if best.configs[main].get("is_single_launch"):
         changes += [(main, {"is_early": 0}), (main, {"has_descriptor": 0})]
         changes += [(main, {"prefetch": elements}) for elements in (0, 128)]
