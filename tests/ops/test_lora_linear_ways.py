@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from loraplex.bench.verdict import judge
 from loraplex.ops.impls import count_at_a_time
-from loraplex.testing import Case, build, eager, truth, tuning_table
+from loraplex.testing import Case, build, eager, order_slack, truth, tuning_table
 
 SHRINK = {
     "block_r": 32, "block_k": 32, "lanes": 4, "split_k": 1, "num_warps": 4, "num_stages": 2,
@@ -61,8 +60,7 @@ def test_way(way: str, case: Case, dtype: torch.dtype, device: torch.device) -> 
         results = [inputs.run("lora_linear", "fused") for _ in range(2)]
     assert torch.equal(*results), "two calls give the same bits"
     wanted = truth("lora_linear", inputs)
-    one_rounding = torch.finfo(torch.float32).eps / 2
-    slack = one_rounding * math.sqrt(case.k + case.capacity) * float(wanted.abs().max())
+    slack = order_slack(inputs, wanted)
     verdict = judge(results[0], eager("lora_linear", inputs), wanted, slack=slack)
     assert verdict.is_correct, str(verdict)
 

@@ -7,7 +7,6 @@ streams and launches that follow each other closely need the GPU and the shipped
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from loraplex import counters as counters_module
 from loraplex import env
 from loraplex.bench.verdict import judge
 from loraplex.counters import PER_STREAM, counters_of
-from loraplex.testing import Case, Inputs, build, eager, truth, tuning_table
+from loraplex.testing import Case, Inputs, build, eager, order_slack, truth, tuning_table
 
 LINEAR = {
     "block_m": 16, "block_n": 32, "block_k": 64, "block_r": 32, "split_k": 1, "is_swapped": 0,
@@ -141,16 +140,6 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return given
 
 
-def slack(case: Case, wanted: Tensor) -> float:
-    """What the order of a few sums may cost where torch's happens to be a lucky one.
-
-    For one row torch's library may add up in a tree, whose float32 error is below half of that of
-    a walk along K.
-    """
-    one_rounding = torch.finfo(torch.float32).eps / 2
-    return one_rounding * math.sqrt(case.k + case.capacity) * float(wanted.abs().max())
-
-
 @pytest.mark.parametrize(
     ("way", "case", "dtype"),
     [
@@ -171,7 +160,7 @@ def test_way(
     assert torch.equal(*results), "two calls give the same bits"
     wanted = truth("lora_linear", inputs)
     yardstick = eager("lora_linear", inputs)
-    verdict = judge(results[0], yardstick, wanted, slack=slack(case, wanted))
+    verdict = judge(results[0], yardstick, wanted, slack=order_slack(inputs, wanted))
     assert verdict.is_correct, str(verdict)
 
 

@@ -8,7 +8,7 @@ from loraplex.testing.blocks import changed_blocks, tuning_table
 from loraplex.testing.build import Inputs, build
 from loraplex.testing.case import CASES, GENERAL_IMPLS, OPS, Case
 from loraplex.testing.memory import LAYOUTS, is_surrounding_untouched, lay_out, poisoned_memory
-from loraplex.testing.oracles import eager, truth
+from loraplex.testing.oracles import eager, order_slack, truth
 
 __all__ = [
     "CASES",
@@ -22,6 +22,7 @@ __all__ = [
     "eager",
     "is_surrounding_untouched",
     "lay_out",
+    "order_slack",
     "poisoned_memory",
     "truth",
     "tuning_table",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -22,6 +23,19 @@ def truth(op: str, inputs: Inputs) -> Tensor:
 def eager(op: str, inputs: Inputs) -> Tensor:
     """The answer of plain torch in the dtype of the inputs, rounded after every step."""
     return _answer(op, inputs, inputs.x.dtype, _eager_add_)
+
+
+def order_slack(inputs: Inputs, wanted: Tensor) -> float:
+    """What the order of a few float32 sums may cost where torch's happens to be a lucky one.
+
+    For few rows torch's library may add up in a tree, whose error is below half of that of a walk
+    along K; and among few results the largest error of either is a matter of luck.
+    """
+    if not wanted.numel():
+        return 0.0
+    one_rounding = torch.finfo(torch.float32).eps / 2
+    terms = inputs.case.k + inputs.case.capacity
+    return one_rounding * math.sqrt(terms) * float(wanted.abs().max())
 
 
 def _answer(op: str, inputs: Inputs, dtype: torch.dtype, add_: Callable[..., Tensor]) -> Tensor:
