@@ -107,7 +107,7 @@ def test_the_host_never_waits_for_the_device(kit: Any) -> None:
         pool.add(str(seed), kit.adapter(seed))
     pool.acquire(["0"]).release()
     torch.cuda.synchronize()
-    torch.cuda._sleep(400_000_000)
+    torch.cuda._sleep(2_000_000_000)  # about a second: the host may be slow, too
     busy = torch.cuda.Event()
     busy.record()
     torch.cuda.set_sync_debug_mode("error")
