@@ -49,7 +49,14 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.float16, id="fp16"),
+        pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.gpu),
+    ],
+)
 def test_way(way: str, case: Case, dtype: torch.dtype, device: torch.device) -> None:
     linear = {**LINEAR, **WAYS[way]}
     if linear["has_descriptor"] and (dtype == torch.float32 or case.rank_multiple == 1):
