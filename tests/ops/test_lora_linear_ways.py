@@ -81,6 +81,6 @@ def test_only_a_last_wave_that_fits_is_halved(
 ) -> None:
     assert count_at_a_time(torch.device("cpu"), 8) == 3
     # the package has a function of the module's name
-    module: Any = importlib.import_module("loraplex.ops.lora_linear")
+    module: Any = importlib.import_module("loraplex.ops.fused")
     config = {"halves_tail": halves_tail, "num_warps": 8}
     assert module._whole_tiles(tiles, config, torch.device("cpu")) == whole

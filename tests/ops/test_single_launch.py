@@ -135,7 +135,7 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return given[-1]
 
     # the package has a function of the module's name
-    module = importlib.import_module("loraplex.ops.lora_linear")
+    module = importlib.import_module("loraplex.ops.fused")
     monkeypatch.setattr(module, "counters_of", hand_out)
     return given
 

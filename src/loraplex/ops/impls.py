@@ -100,9 +100,13 @@ def count_at_a_time(device: torch.device, num_warps: int) -> int:
 
     Without a GPU three, so that the interpreter comes to a last wave.
     """
-    if device.type != "cuda":
-        return 3
-    return _multiprocessors(device.index or 0) * (1 if num_warps >= 8 else 2)
+    each = 1 if num_warps >= 8 or device.type != "cuda" else 2
+    return count_multiprocessors(device) * each
+
+
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; three without one."""
+    return _multiprocessors(device.index or 0) if device.type == "cuda" else 3
 
 
 @functools.cache

@@ -27,6 +27,8 @@ WAYS = (
     "is_swapped",
     "has_descriptor",
     "is_single_launch",
+    "is_specialized",
+    "occupancy",
     "expand_at",
     "lora_steps",
     "has_lora_part",
@@ -40,6 +42,8 @@ WAYS = (
     "num_stages",
 )
 CONFIG_KEYS = frozenset((*BLOCKS, *WAYS))
+# of the specialised launch: warps that multiply, and programs that share a multiprocessor
+WARPS = ((4, 1), (8, 1), (4, 2))
 KERNELS = ("shrink", "expand", "linear", "matmul", "one_launch")
 
 Config = Mapping[str, int]
@@ -126,10 +130,21 @@ def check_table(name: str, table: object) -> Mapping[str, list[Mapping[str, Any]
             _check_keys(f"{where}, when", rule.get("when", {}), CONDITIONS)
             for kernel in KERNELS:
                 _check_keys(f"{where}, {kernel}", rule.get(kernel, {}), CONFIG_KEYS)
-            is_single = rule.get("linear", {}).get("is_single_launch")
-            if is_single and rule.get("shrink", {}).get("is_wide"):
-                raise LoraplexError(f"{where}: the shrink of a single launch cannot be is_wide")
+            _check_launch(where, rule.get("linear", {}), rule.get("shrink", {}))
     return table
+
+
+def _check_launch(where: str, linear: Config, shrink: Config) -> None:
+    is_single, is_specialized = linear.get("is_single_launch"), linear.get("is_specialized")
+    if is_single and is_specialized:
+        raise LoraplexError(f"{where}: a launch is is_single_launch or is_specialized, not both")
+    if (is_single or is_specialized) and shrink.get("is_wide"):
+        raise LoraplexError(f"{where}: the shrink of a single launch cannot be is_wide")
+    if is_specialized and (linear.get("num_warps"), linear.get("occupancy")) not in WARPS:
+        raise LoraplexError(
+            f"{where}: num_warps and occupancy of is_specialized must be one of "
+            f"{', '.join(map(str, WARPS))}, got {linear.get('num_warps')}, {linear.get('occupancy')}"
+        )
 
 
 def _check_keys(where: str, found: Mapping[str, Any], known: Any) -> None:
