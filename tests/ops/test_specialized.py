@@ -25,7 +25,7 @@ from loraplex.testing import Case, Inputs, build, eager, order_slack, truth, tun
 SHRINK = {"block_r": 16, "block_k": 64, "split_k": 1}
 LINEAR = {
     "is_specialized": 1, "block_m": 64, "block_n": 64, "block_k": 64, "block_r": 16, "split_k": 1,
-    "lora_stages": 2, "occupancy": 1, "num_warps": 4, "num_stages": 3,
+    "lora_steps": 0, "lora_stages": 2, "occupancy": 1, "num_warps": 4, "num_stages": 3,
 }  # fmt: skip
 
 # name, changes of the linear part and of the shrink's; K = 1224 has 20 blocks of 64, the last half
@@ -34,6 +34,9 @@ WAYS: tuple[tuple[str, dict[str, int], dict[str, int]], ...] = (
     ("plain", {}, {}),
     ("parts_2", {"split_k": 2, "block_k": 128, "num_stages": 4}, {"split_k": 4}),
     ("parts_3", {"split_k": 3, "block_n": 128, "lora_stages": 1}, {"split_k": 2, "block_k": 128}),
+    ("parts_2_more", {"split_k": 2, "lora_steps": -4}, {"split_k": 2}),
+    ("parts_2_none", {"split_k": 2, "lora_steps": 40}, {"split_k": 2}),
+    ("parts_3_all", {"split_k": 3, "lora_steps": -60}, {}),
     ("parts_7", {"split_k": 7, "block_k": 128}, {"split_k": 2}),
     ("short", {"block_m": 16, "num_stages": 8}, {}),
     ("short_parts", {"block_m": 32, "split_k": 2, "block_n": 128}, {"split_k": 3}),

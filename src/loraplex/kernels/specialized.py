@@ -52,6 +52,7 @@ def specialized_launch_kernel(
     K: gl.constexpr,
     SLICES: gl.constexpr,
     SPLIT_K: gl.constexpr,
+    LORA_STEPS: gl.constexpr,
     V_SPLIT_K: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_COLUMN_SCALE: gl.constexpr,
@@ -126,11 +127,12 @@ def specialized_launch_kernel(
         slice_block += (SLICES[i] + BLOCK_N - 1) // BLOCK_N
         slice_start += SLICES[i]
 
-    # its blocks of K
+    # its blocks of K; the first part has LORA_STEPS less than the others, or more if negative
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    WANTED: gl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
+    WANTED: gl.constexpr = (STEPS + LORA_STEPS + SPLIT_K - 1) // SPLIT_K
     MOST: gl.constexpr = STEPS // (SPLIT_K - 1) if SPLIT_K > 1 else 0
-    OTHERS: gl.constexpr = WANTED if WANTED < MOST else MOST
+    FEWER: gl.constexpr = WANTED if WANTED < MOST else MOST
+    OTHERS: gl.constexpr = FEWER if FEWER > 0 else 0
     OWN: gl.constexpr = STEPS - (SPLIT_K - 1) * OTHERS
     first_step = gl.where(split == 0, 0, OWN + (split - 1) * OTHERS)
     count = gl.where(split == 0, OWN, OTHERS)
@@ -201,6 +203,7 @@ def launch_specialized(
     shrink_r: int,
     shrink_k: int,
     split_k: int,
+    lora_steps: int,
     block_m: int,
     block_n: int,
     block_k: int,
@@ -241,6 +244,7 @@ def launch_specialized(
         K=in_features,
         SLICES=slices,
         SPLIT_K=split_k,
+        LORA_STEPS=lora_steps,
         V_SPLIT_K=v_split_k,
         HAS_BIAS=bias is not None,
         HAS_COLUMN_SCALE=has_column_scale,

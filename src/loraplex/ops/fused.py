@@ -204,6 +204,7 @@ def _run_specialized(
         shrink_r=shrink_rows_of(shrink, routed.layout.max_rank),
         shrink_k=shrink["block_k"],
         split_k=split_k,
+        lora_steps=config.get("lora_steps", 0),
         block_m=block_m,
         block_n=block_n,
         block_k=config["block_k"],

@@ -140,10 +140,11 @@ def _check_launch(where: str, linear: Config, shrink: Config) -> None:
         raise LoraplexError(f"{where}: a launch is is_single_launch or is_specialized, not both")
     if (is_single or is_specialized) and shrink.get("is_wide"):
         raise LoraplexError(f"{where}: the shrink of a single launch cannot be is_wide")
-    if is_specialized and (linear.get("num_warps"), linear.get("occupancy")) not in WARPS:
+    warps = (linear.get("num_warps"), linear.get("occupancy"))
+    if is_specialized and warps not in WARPS:
+        known = ", ".join(map(str, WARPS))
         raise LoraplexError(
-            f"{where}: num_warps and occupancy of is_specialized must be one of "
-            f"{', '.join(map(str, WARPS))}, got {linear.get('num_warps')}, {linear.get('occupancy')}"
+            f"{where}: num_warps, occupancy of is_specialized must be one of {known}, got {warps}"
         )
 
 
