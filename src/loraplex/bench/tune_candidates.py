@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from loraplex.bench import tune_specialized
 from loraplex.bench.layers_batch import Batch
 from loraplex.tuning import Choice
 from loraplex.tuning.choose import Config
@@ -116,6 +117,11 @@ class Candidate:
         """For the ops."""
         return Choice(self.impl, self.configs, "a candidate of loraplex tune")
 
+    @property
+    def is_specialized(self) -> bool:
+        """Whether it is the launch with warps of its own for the adapters."""
+        return bool(self.configs.get("linear", {}).get("is_specialized"))
+
     def changed(self, kernel: str, config: Config) -> Candidate:
         """With other blocks in one kernel."""
         return replace(self, configs={**self.configs, kernel: {**self.configs[kernel], **config}})
@@ -126,22 +132,33 @@ def size_class(m: int) -> str:
     return "decode" if m <= 16 else "small" if m <= 64 else "large"
 
 
-def first_round(batch: Batch, multiprocessors: int, *, has_copy_engine: bool) -> list[Candidate]:
-    """Every tile that this shape could want, each with one shrink.
+def has_copy_engine(arch: str) -> bool:
+    """Whether tiles may come through tensor descriptors (sm_90 and newer).
 
-    Args:
-        has_copy_engine: whether tiles may come through tensor descriptors (sm_90 and newer).
+    Example:
+        >>> [has_copy_engine(arch) for arch in ("sm_80", "sm_90", "gfx942", "cpu")]
+        [False, True, False, False]
     """
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+
+
+def first_round(batch: Batch, multiprocessors: int, arch: str) -> list[Candidate]:
+    """Every tile that this shape could want on an architecture, each with one shrink."""
     kind = size_class(batch.m)
     shrink = _fitting_shrinks(batch, (FIRST_SHRINK[kind],))[0]
-    block_r = _block_r(batch)
+    block_r, has_engine = _block_r(batch), has_copy_engine(arch)
     found = [
         Candidate("fused", {"shrink": shrink, "linear": linear})
         for linear in (
-            *_tiles(batch, kind, block_r, has_copy_engine),
-            *_single_tiles(batch, kind, block_r, multiprocessors, has_copy_engine),
+            *_tiles(batch, kind, block_r, has_engine),
+            *_single_tiles(batch, kind, block_r, multiprocessors, has_engine),
         )
     ]
+    if tune_specialized.is_offered(batch, arch):
+        found += [
+            Candidate("fused", {"shrink": own, "linear": linear})
+            for own, linear in tune_specialized.opening(batch, multiprocessors)
+        ]
     for block_m, block_n, block_r, stages, warps in EXPANDS[kind]:
         expand = {
             "block_m": block_m, "block_n": block_n, "block_r": block_r, "lora_stages": stages,
@@ -153,6 +170,43 @@ def first_round(batch: Batch, multiprocessors: int, *, has_copy_engine: bool) ->
 
 def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     """Other shrinks under the best tile, and other settings of the tile, one at a time."""
+    if best.is_specialized:
+        changes = tune_specialized.changes(batch, best.configs["shrink"], best.configs["linear"])
+    else:
+        changes = _changes(batch, best)
+    found = [best.changed(kernel, config) for kernel, config in changes]
+    return _distinct(c for c in found if c.key != best.key)
+
+
+def third_round(best: Candidate, ordered: Sequence[Candidate]) -> list[Candidate]:
+    """The best value of every setting at once.
+
+    Args:
+        ordered: candidates of the second round on ``best``, the fastest first, those slower than
+            ``best`` left out.
+    """
+    together = best
+    taken: set[str] = set()
+    for candidate in ordered:
+        for kernel, config in candidate.configs.items():
+            # a setting may be one that the best tile does not name
+            changed = {k: v for k, v in config.items() if best.configs[kernel].get(k) != v}
+            # a shrink is changed as a whole, a tile one setting at a time
+            names = {kernel} if kernel == "shrink" else {f"{kernel} {name}" for name in changed}
+            if changed and not names & taken:
+                both = together.changed(kernel, changed)
+                # what fits one at a time may be too much together
+                if both.is_specialized and not tune_specialized.fits(
+                    both.configs["shrink"], both.configs["linear"]
+                ):
+                    continue
+                taken |= names
+                together = both
+    known = {best.key, *(candidate.key for candidate in ordered)}
+    return [] if together.key in known else [together]
+
+
+def _changes(batch: Batch, best: Candidate) -> list[tuple[str, Config]]:
     changes: list[tuple[str, Config]] = [("shrink", s) for s in _fitting_shrinks(batch, SHRINKS)]
     main = "linear" if best.impl == "fused" else "expand"
     widest = batch.num_slots * -(-batch.capacity // 8) * 8
@@ -172,29 +226,7 @@ def second_round(batch: Batch, best: Candidate) -> list[Candidate]:
     if main == "linear" and size_class(batch.m) == "large":
         changes += [(main, {"group_m": group}) for group in GROUP_MS]
         changes += [(main, {"halves_tail": 1})]
-    found = [best.changed(kernel, config) for kernel, config in changes]
-    return _distinct(c for c in found if c.key != best.key)
-
-
-def third_round(best: Candidate, ordered: Sequence[Candidate]) -> list[Candidate]:
-    """The best value of every setting at once.
-
-    Args:
-        ordered: candidates of the second round on ``best``, the fastest first, those slower than
-            ``best`` left out.
-    """
-    together = best
-    taken: set[str] = set()
-    for candidate in ordered:
-        for kernel, config in candidate.configs.items():
-            changed = {k: v for k, v in config.items() if best.configs[kernel][k] != v}
-            # a shrink is changed as a whole, a tile one setting at a time
-            names = {kernel} if kernel == "shrink" else {f"{kernel} {name}" for name in changed}
-            if changed and not names & taken:
-                taken |= names
-                together = together.changed(kernel, changed)
-    known = {best.key, *(candidate.key for candidate in ordered)}
-    return [] if together.key in known else [together]
+    return changes
 
 
 def _tiles(batch: Batch, kind: str, block_r: int, has_copy_engine: bool) -> Iterator[Config]:

@@ -171,11 +171,11 @@ def _tune(
         device = torch.device("cuda", torch.cuda.current_device())
         search = Search(
             env.num_multiprocessors(torch.cuda.current_device()),
-            arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90,
+            arch,
             default_workers(device) if workers is None else workers,
         )
     else:
-        device, search = torch.device("cpu"), Search(132, False, 0, is_rehearsal=True)
+        device, search = torch.device("cpu"), Search(132, arch, 0, is_rehearsal=True)
     try:
         return tune(batches, device, journal, search, progress=progress, say=print)
     except KeyboardInterrupt:
@@ -217,4 +217,5 @@ def _blocks(winner: Winner) -> str:
     main = winner.best.configs.get("linear") or winner.best.configs["expand"]
     tile = "x".join(str(main[name]) for name in ("block_m", "block_n", "block_k") if name in main)
     split = f" split {main['split_k']}" if main.get("split_k", 1) > 1 else ""
-    return f"{winner.best.impl} {tile}{split}"
+    way = " specialised" if winner.best.is_specialized else ""
+    return f"{winner.best.impl}{way} {tile}{split}"
