@@ -154,18 +154,24 @@ def test_two_programs_have_half_each() -> None:
 def test_shrinks_are_short_where_registers_are_few() -> None:
     """A loop over the shrink's K that holds more spills hundreds of bytes there."""
     batch = Batch(Layer("down", 14336, (4096,)), 64, 8, 64, torch.bfloat16)
-    sizes: dict[bool, set[int]] = {False: set(), True: set()}
+    longest: dict[tuple[int, int], int] = {}
     for best in offered(batch):
-        linear = best.configs["linear"]
-        has_few = linear["num_warps"] == 8 or linear["occupancy"] == 2
+        key = (best.configs["linear"]["num_warps"], best.configs["linear"]["occupancy"])
         for candidate in (best, *second_round(batch, best)):
             shrink = candidate.configs["shrink"]
-            is_whole = 14336 % (4 * shrink["block_k"] * shrink["split_k"]) == 0
-            assert is_whole or not has_few, "masks take registers too"
-            if 4 * 4 * shrink["block_k"] * shrink["split_k"] < 14336:
-                sizes[has_few].add(shrink["block_r"] * shrink["block_k"])
-    assert max(sizes[True]) == 1024
-    assert max(sizes[False]) == 2048
+            span = 4 * shrink["block_k"] * shrink["split_k"]
+            assert 14336 % span == 0 or key == (4, 1), "masks take registers too"
+            if 4 * span < 14336:
+                size = shrink["block_r"] * shrink["block_k"]
+                longest[key] = max(longest.get(key, 0), size)
+    assert longest == {(4, 1): 2048, (8, 1): 1024, (4, 2): 512}
+
+
+@pytest.mark.parametrize(("slots", "most"), [(8, 8), (64, 4)])
+def test_many_adapters_come_with_few_planes(slots: int, most: int) -> None:
+    batch = Batch(SQUARE, 64, 8, 16, torch.bfloat16, slots=slots)
+    found = [c for best in offered(batch) for c in second_round(batch, best)]
+    assert max(candidate.configs["shrink"]["split_k"] for candidate in found) == most
 
 
 def test_what_is_shipped_would_be_found() -> None:

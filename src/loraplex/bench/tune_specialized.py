@@ -25,11 +25,14 @@ SHARED_BYTES, DRIVER_BYTES = 228 * 1024, 1024
 # warps are told, and room to bring the result into the order of y.
 OTHER_BYTES = {4: 3 * 1024, 8: 9 * 1024}
 # The warps with the adapters: strips of the shrink's K that they sum, rows of a share, and how many
-# steps of a strip are no loop. A loop holds two steps at a time in registers; where a thread has
-# few of them (8 warps multiply, or two programs share a multiprocessor), steps have to be short and
-# to end with K, for masks are registers too.
+# steps of a strip are no loop.
 STRIPS, ROWS, MOST_UNROLLED = 4, 16, 4
-MOST_LOOPED = 1024
+# What must not spill. A loop holds two steps at a time in registers; where a thread has few of
+# them, with 8 warps that multiply or two programs on a multiprocessor, steps have to be short
+# (elements of A by occupancy) and to end with K, for masks are registers too. So are planes of v,
+# one for each part of the shrink's K, and adapters of a tile.
+MOST_LOOPED = {1: 1024, 2: 512}
+MOST_PLANES, MANY_ADAPTERS = 4, 16
 
 # (block_n, block_k, num_warps, num_stages, occupancy) by block_m
 TILES: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
@@ -145,14 +148,21 @@ def changes(batch: Batch, shrink: Config, linear: Config) -> list[tuple[str, Con
 
 def _shrinks(batch: Batch, linear: Config) -> list[Config]:
     """Shares of the shrink that lie within K and an adapter's ranks, the first to try in front."""
-    has_few_registers = linear["num_warps"] == 8 or linear["occupancy"] == 2
+    occupancy = linear["occupancy"]
+    has_few_registers = linear["num_warps"] == 8 or occupancy == 2
+    most_ranks = 16 if occupancy == 2 else max(16, batch.capacity)
+    has_many_adapters = min(batch.num_slots, batch.m) > MANY_ADAPTERS
     found: list[Config] = []
     for block_r, block_k, split in SHRINKS:
         span = block_k * STRIPS * split
-        if span > batch.layer.k or block_r > max(16, batch.capacity):
-            continue
-        is_short = batch.layer.k <= MOST_UNROLLED * span or block_r * block_k <= MOST_LOOPED
-        if has_few_registers and not (is_short and batch.layer.k % span == 0):
+        is_loop = batch.layer.k > MOST_UNROLLED * span
+        is_long = is_loop and block_r * block_k > MOST_LOOPED[occupancy]
+        if (
+            span > batch.layer.k
+            or block_r > most_ranks
+            or (has_few_registers and (is_long or batch.layer.k % span != 0))
+            or (has_many_adapters and split > MOST_PLANES)
+        ):
             continue
         found.append({"block_r": block_r, "block_k": block_k, "split_k": split})
     return found or [{"block_r": 16, "block_k": 32, "split_k": 1}]
