@@ -30,7 +30,7 @@ STRIPS, ROWS, MOST_UNROLLED = 4, 16, 4
 # What must not spill. A loop holds two steps at a time in registers; where a thread has few of
 # them, with 8 warps that multiply or two programs on a multiprocessor, steps have to be short
 # (elements of A by occupancy) and to end with K, for masks are registers too. So are planes of v,
-# one for each part of the shrink's K, and adapters of a tile.
+# one for each part of the shrink's K, and adapters of a tile: many leave no room beside 8 warps.
 MOST_LOOPED = {1: 1024, 2: 512}
 MOST_PLANES, MANY_ADAPTERS = 4, 16
 
@@ -114,7 +114,7 @@ def opening(batch: Batch, multiprocessors: int) -> list[tuple[Config, Config]]:
     second: list[tuple[Config, Config]] = []
     block_m = 16 if batch.m <= 16 else 64
     for block_n, block_k, warps, stages, occupancy in TILES[block_m]:
-        if block_n > 2 * max(batch.layer.slices):
+        if block_n > 2 * max(batch.layer.slices) or (warps == 8 and _has_many_adapters(batch)):
             continue
         count = -(-batch.m // block_m) * sum(-(-width // block_n) for width in batch.layer.slices)
         splits = _splits(batch, count, block_k, occupancy * multiprocessors)
@@ -151,7 +151,6 @@ def _shrinks(batch: Batch, linear: Config) -> list[Config]:
     occupancy = linear["occupancy"]
     has_few_registers = linear["num_warps"] == 8 or occupancy == 2
     most_ranks = 16 if occupancy == 2 else max(16, batch.capacity)
-    has_many_adapters = min(batch.num_slots, batch.m) > MANY_ADAPTERS
     found: list[Config] = []
     for block_r, block_k, split in SHRINKS:
         span = block_k * STRIPS * split
@@ -161,11 +160,15 @@ def _shrinks(batch: Batch, linear: Config) -> list[Config]:
             span > batch.layer.k
             or block_r > most_ranks
             or (has_few_registers and (is_long or batch.layer.k % span != 0))
-            or (has_many_adapters and split > MOST_PLANES)
+            or (_has_many_adapters(batch) and split > MOST_PLANES)
         ):
             continue
         found.append({"block_r": block_r, "block_k": block_k, "split_k": split})
     return found or [{"block_r": 16, "block_k": 32, "split_k": 1}]
+
+
+def _has_many_adapters(batch: Batch) -> bool:
+    return min(batch.num_slots, batch.m) > MANY_ADAPTERS
 
 
 def _splits(batch: Batch, count: int, block_k: int, room: int) -> list[int]:
