@@ -14,6 +14,8 @@ computes them itself. Counters are zero between launches.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -274,5 +276,11 @@ def launch_specialized(
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Blocks [rows, columns] of a matrix, for the copy engine."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENT[tensor.dtype])
+    layout = layout_of_block(rows, columns, tensor.dtype)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
+
+
+@functools.cache
+def layout_of_block(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory; kept, since asking Gluon takes longer than a launch."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENT[dtype])
