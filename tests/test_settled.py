@@ -64,3 +64,12 @@ def test_a_long_list_is_not_walked() -> None:
     tensors = [torch.zeros(1)] * (settled.MOST_TENSORS + 1)
     assert not are_settled(*tensors)
     assert not are_settled(*tensors)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_another_tensor_with_an_old_id_is_not_the_old_one() -> None:
+    old, new = torch.zeros(1), torch.zeros(1)
+    are_settled(old)
+    settled._read[id(new)] = settled._read[id(old)]
+    assert not are_settled(new)
+    assert are_settled(new)

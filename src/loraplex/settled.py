@@ -32,7 +32,7 @@ def are_settled(*tensors: Tensor) -> bool:
         version = -1 if tensor.is_inference() else tensor._version
         key = id(tensor)
         known = _read.get(key)
-        if known is None or known[0] != version:
+        if known is None or known[0] != version or known[1]() is not tensor:
             result = False
             _read[key] = (version, weakref.ref(tensor, partial(_drop, key)))
     return result and torch.cuda.is_current_stream_capturing()
