@@ -8,9 +8,10 @@
     python sglang_e2e.py table DIR/sglang.json   # also: plot, which writes DIR/sglang.png
 
 Engines of a part start together, since starting is CPU work, and are measured one after the other
-on an otherwise idle GPU. A run is timed with all new tokens and with one, so the time per output
-token is the difference over the tokens between. `base` requests have no adapter, `mixed` ones go
-round robin over all adapters; backend `none` has LoRA off. Everything goes into one JSON file.
+on an otherwise idle GPU; those asked for log-probabilities answer as soon as they are up. A run is
+timed with all new tokens and with one, so the time per output token is the difference over the
+tokens between. `base` requests have no adapter, `mixed` ones go round robin over all adapters;
+backend `none` has LoRA off. Everything goes into one JSON file.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ class Worker:
 
     def work(self) -> None:
         (self.folder / "up").touch()
-        sys.stdin.readline()
+        # answers are the same beside engines that start; only times need a GPU without them
         if self.part.is_check:
             from sglang_check import ask
 
             self.emit(answers=ask(self.engine, self.part))
+        else:
+            sys.stdin.readline()
         for load in self.part.loads:
             for case in self.options.cases.split(","):
                 if case == "base" or self.names:
@@ -136,6 +139,7 @@ class Engine:
 
     def __init__(self, options: argparse.Namespace, part: Part, backend: str) -> None:
         self.name = f"{part.name}_{backend}"
+        self.is_check = part.is_check
         self.folder = Path(options.dir) / "state" / self.name
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.iterdir():
@@ -160,18 +164,25 @@ class Engine:
             time.sleep(POLL)
         return True
 
-    def measure(self, deadline: float) -> bool:
+    def go(self) -> None:
+        """Let it measure its times."""
         assert self.process.stdin is not None
-        try:
+        # an engine that is gone is noticed where its mark is waited for
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(b"go\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            return False
-        return self.wait_for("done", deadline)
+
+    def why(self) -> str:
+        """Why it was not measured."""
+        code = self.process.poll()
+        when = "while measured" if (self.folder / "up").exists() else "before it was up"
+        return f"out of time {when}" if code is None else f"ended with {code} {when}"
 
     def end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=10)
+        # only an engine that was measured ends by itself; the time of the others is not waited for
+        if (self.folder / "done").exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -200,8 +211,11 @@ def run(options: argparse.Namespace) -> None:
     deadline = START + options.limit
     parts = parts_of(options)
     for names in options.parts.split(","):
-        run_parts(options, [parts[name] for name in names.split("+")], deadline, result)
-        (out / "sglang.json").write_text(json.dumps(result, indent=1))
+        try:
+            run_parts(options, [parts[name] for name in names.split("+")], deadline, result)
+        finally:
+            # what was measured before an interrupt stays
+            (out / "sglang.json").write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     for engine, lines in result["failures"].items():
         print(f"\n{engine} failed:", *lines, sep="\n")
@@ -215,18 +229,23 @@ def run_parts(
     engines = [Engine(options, part, backend) for part in parts for backend in part.backends]
     answers: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
     try:
-        up = [e for e in engines if e.wait_for("up", min(deadline, time.monotonic() + 240))]
+        last = min(deadline, time.monotonic() + 240)
+        up = [e for e in engines if e.wait_for("done" if e.is_check else "up", last)]
         say("up:", *(engine.name for engine in up))
         for engine in engines:
-            is_done = engine in up and engine.measure(deadline)
-            if not is_done:
-                result["failures"][engine.name] = engine.last_lines()
+            if engine in up and not engine.is_check:
+                engine.go()
+                engine.wait_for("done", deadline)
+            is_done = (engine.folder / "done").exists()
+            why = "" if is_done else engine.why()
+            if why:
+                result["failures"][engine.name] = [why, *engine.last_lines()]
             for row in engine.rows():
                 if "answers" in row:
                     answers[row["part"]][row["backend"]] = row["answers"]
                 else:
                     result["rows"].append(row)
-            say(engine.name, "measured" if is_done else "FAILED")
+            say(engine.name, f"FAILED: {why}" if why else "measured")
     finally:
         for engine in engines:
             engine.end()

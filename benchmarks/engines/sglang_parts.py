@@ -97,12 +97,47 @@ def make_parts(folder: Path, demo: Path, slots: int) -> dict[str, Part]:
     return {part.name: part for part in (*parts, wide_tp2)}
 
 
+def captured_sizes(part: Part) -> tuple[list[int], list[int]]:
+    """Numbers of tokens that decode graphs and prefill graphs are captured for."""
+    if part.is_check:
+        # a check has fewer requests than its graph has rows, so the padding is checked too
+        return [24], [64, 1024]
+    decode = sorted({load.batch for load in part.loads if load.new > 1} or {1})
+    return decode, [128, 2048, 8192]
+
+
+def linear_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Out- and in-features of each linear layer of a block."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden), "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+
+
+def packed_layers(config: dict[str, Any], ranks: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Slices and in-features of the layers as SGLang packs them, on one of so many GPUs."""
+    shapes = {name.rpartition(".")[2]: shape for name, shape in linear_shapes(config).items()}
+
+    def by_columns(*names: str) -> tuple[tuple[int, ...], int]:
+        return tuple(shapes[name][0] // ranks for name in names), shapes[names[0]][1]
+
+    def by_rows(name: str) -> tuple[tuple[int, ...], int]:
+        return (shapes[name][0],), shapes[name][1] // ranks
+
+    return {
+        "qkv": by_columns("q_proj", "k_proj", "v_proj"), "o": by_rows("o_proj"),
+        "gate_up": by_columns("gate_proj", "up_proj"), "down": by_rows("down_proj"),
+    }  # fmt: skip
+
+
 def engine_arguments(part: Part, backend: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of ``sglang.Engine``."""
-    # a check has fewer requests than its graph has rows, so the padding is checked too
-    decode = sorted({load.batch for load in part.loads if load.new > 1} or {24})
+    decode, prefill = captured_sizes(part)
     tokens = max([load.batch * (load.prompt + load.new) for load in part.loads] or [4096])
-    prefill = [128, 2048, 8192] if part.loads else [64, 1024]
     arguments: dict[str, Any] = {
         "model_path": part.model,
         "load_format": "auto" if part.is_check else "dummy",

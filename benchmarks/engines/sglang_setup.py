@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from sglang_parts import LLAMA, MODULES, TINY, WIDE, Part
+from sglang_parts import (
+    LLAMA,
+    MODULES,
+    TINY,
+    WIDE,
+    Part,
+    captured_sizes,
+    linear_shapes,
+    packed_layers,
+)
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 if str(SOURCE) not in sys.path:
@@ -26,12 +35,6 @@ PATCHES = (
     # CUTLASS's Python package is imported on every GPU, for a kernel that only Blackwell takes
     ("srt/layers/dual_gemm.py", "import is_cuda\n", "import is_sm100_supported as is_cuda\n"),
 )
-# slices and in-features of the layers of LLAMA, as SGLang packs them
-LAYERS = {
-    "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096),
-    "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
-}  # fmt: skip
-CAPTURED = (1, 16, 64, 128, 2048, 8192)
 NOTEBOOK = "class HTML:\n    def __init__(self, *_): ...\n\n\ndef display(*_): ...\n"
 # SGLang compiles these when they are first used; here at once, beside each other.
 KERNELS = """
@@ -71,23 +74,16 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     if is_bare:
         patch_sglang()
-    codes: list[str] = []
-    if not is_tiny:
-        sizes = sorted({(part.rank, part.slots) for part in parts if part.loads})
-        here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        codes = [KERNELS, DEMO_KERNELS] + [
-            here + f"import sglang_setup as s; s.compile_ours({name!r}, {rank}, {count})"
-            for rank, count in sizes
-            for name in LAYERS
-        ]
+    config = TINY if is_tiny else LLAMA
+    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 512} if is_tiny else {})
+    write_config(folder / "llama", config)
+    write_config(folder / "wide", wide)
+    codes = [] if is_tiny else [KERNELS, DEMO_KERNELS, *codes_of_ours(parts)]
     jobs = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
     write_plugin(folder / "plugin")
-    config = TINY if is_tiny else LLAMA
-    write_config(folder / "llama", config)
     for rank in ranks:
         for number in range(slots - 1):
             write_adapter(folder / f"r{rank}_{number}", config, rank, number, 1.0)
-    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 512} if is_tiny else {})
     write_model(folder / "wide", wide)
     for number, rank in enumerate((16, 64, 12, 8)):
         write_adapter(folder / f"wide_{number}", wide, rank, number, 0.3)
@@ -96,11 +92,30 @@ def prepare(
         print("kernels compiled, exits", [job.wait() for job in jobs], flush=True)
 
 
-def compile_ours(name: str, rank: int, slots: int) -> None:
-    """Run one layer of the model at every size that is captured, which fills Triton's cache."""
+def codes_of_ours(parts: list[Part]) -> list[str]:
+    """A program for each layer of each part's model that compiles our kernels for it."""
+    calls: dict[tuple[Any, ...], set[int]] = {}
+    for part in parts:
+        config = json.loads(Path(part.model, "config.json").read_text())
+        for slices, in_features in packed_layers(config, part.tensor_parallel).values():
+            layer = (slices, in_features, part.rank, part.slots)
+            calls.setdefault(layer, set()).update(*captured_sizes(part))
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    return [
+        here + f"import sglang_setup as s; s.compile_ours(*{layer!r}, {sorted(sizes)!r})"
+        for layer, sizes in calls.items()
+    ]
+
+
+def compile_ours(
+    slices: tuple[int, ...], in_features: int, rank: int, slots: int, sizes: list[int]
+) -> None:
+    """Run one layer at every size that is captured, which fills Triton's cache.
+
+    In a graph too: there a kernel may be another one, since it knows more (loraplex.settled).
+    """
     import loraplex as lp
 
-    slices, in_features = LAYERS[name]
     make: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     weight = torch.zeros(sum(slices), in_features, **make)
     table = lp.AdapterTable.from_pools(
@@ -108,11 +123,15 @@ def compile_ours(name: str, rank: int, slots: int) -> None:
         torch.zeros(slots, sum(slices), rank, **make),
         slices,
     )
-    for tokens in CAPTURED:
+    for tokens in sizes:
         routing = lp.Routing.from_indices(
             torch.arange(tokens, device="cuda") % slots, num_adapters=slots
         )
-        lp.lora_linear(torch.zeros(tokens, in_features, **make), weight, table, routing)
+        x = torch.zeros(tokens, in_features, **make)
+        lp.lora_linear(x, weight, table, routing)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            lp.lora_linear(x, weight, table, routing)
     torch.cuda.synchronize()
 
 
@@ -171,18 +190,6 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
         for name, (out_features, in_features) in linear_shapes(config).items():
             weights[f"{base}.{name}.weight"] = draw(out_features, in_features)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def linear_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Out- and in-features of each linear layer of a block."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
-        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden), "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
 
 
 def write_adapter(
