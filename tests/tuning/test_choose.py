@@ -153,5 +153,15 @@ def test_unknown_keys_are_errors(table: Any, words: str, own_table: Write) -> No
         choose(PROBLEM)
 
 
+def test_a_specialised_launch_needs_two_stages(own_table: Write) -> None:
+    linear = {"is_specialized": 1, "num_warps": 4, "occupancy": 1}
+    for stages in ({"num_stages": 1}, {}):
+        own_table({"lora_linear": [{"impl": "a", "linear": {**linear, **stages}}]})
+        with pytest.raises(LoraplexError, match="rule 0 .*: num_stages .* at least 2, got"):
+            choose(PROBLEM)
+    own_table({"lora_linear": [{"impl": "a", "linear": {**linear, "num_stages": 2}}]})
+    assert choose(PROBLEM).impl == "a"
+
+
 def test_n_is_the_sum_of_the_slices() -> None:
     assert PROBLEM.n == 5120

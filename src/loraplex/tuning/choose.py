@@ -140,6 +140,12 @@ def _check_launch(where: str, linear: Config, shrink: Config) -> None:
         raise LoraplexError(f"{where}: a launch is is_single_launch or is_specialized, not both")
     if (is_single or is_specialized) and shrink.get("is_wide"):
         raise LoraplexError(f"{where}: the shrink of a single launch cannot be is_wide")
+    # a stage is filled again while the next one is multiplied: with a single one it would never be
+    if is_specialized and linear.get("num_stages", 0) < 2:
+        raise LoraplexError(
+            f"{where}: num_stages of is_specialized must be at least 2, got "
+            f"{linear.get('num_stages')}"
+        )
     warps = (linear.get("num_warps"), linear.get("occupancy"))
     if is_specialized and warps not in WARPS:
         known = ", ".join(map(str, WARPS))
