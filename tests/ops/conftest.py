@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
+from loraplex.counters import PER_STREAM, counters_of
 from loraplex.testing import changed_blocks, poisoned_memory
 
 # A program and a step cost the interpreter milliseconds, however little they do.
@@ -45,3 +48,19 @@ def shipped_tables() -> Iterator[None]:
         return
     with changed_blocks(lambda config: config):
         yield
+
+
+@pytest.fixture
+def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The counters that calls were given; as on a stream, every call is given the same ones."""
+    given: list[Tensor] = []
+    on_host = torch.zeros(PER_STREAM, dtype=torch.int32)
+
+    def hand_out(device: torch.device, count: int) -> Tensor:
+        row = counters_of(device, count)
+        given.append(row if device.type == "cuda" else on_host[:count])
+        return given[-1]
+
+    module = importlib.import_module("loraplex.ops.fused")
+    monkeypatch.setattr(module, "counters_of", hand_out)
+    return given

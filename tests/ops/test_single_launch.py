@@ -6,7 +6,6 @@ streams and launches that follow each other closely need the GPU and the shipped
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ import loraplex as lp
 from loraplex import counters as counters_module
 from loraplex import env
 from loraplex.bench.verdict import judge
-from loraplex.counters import PER_STREAM, counters_of
 from loraplex.testing import Case, Inputs, build, eager, order_slack, truth, tuning_table
 
 LINEAR = {
@@ -121,23 +119,6 @@ def table_of(way: str) -> dict[str, Any]:
         "linear": {**LINEAR, **changes},
     }
     return {"lora_linear": [rule]}
-
-
-@pytest.fixture
-def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The counters that calls were given; as on a stream, every call is given the same ones."""
-    given: list[Tensor] = []
-    on_host = torch.zeros(PER_STREAM, dtype=torch.int32)
-
-    def hand_out(device: torch.device, count: int) -> Tensor:
-        row = counters_of(device, count)
-        given.append(row if device.type == "cuda" else on_host[:count])
-        return given[-1]
-
-    # the package has a function of the module's name
-    module = importlib.import_module("loraplex.ops.fused")
-    monkeypatch.setattr(module, "counters_of", hand_out)
-    return given
 
 
 @pytest.mark.parametrize(

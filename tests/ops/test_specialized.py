@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 import loraplex as lp
 from loraplex import env
 from loraplex.bench.verdict import judge
-from loraplex.counters import counters_of
 from loraplex.testing import Case, Inputs, build, eager, order_slack, truth, tuning_table
 
 SHRINK = {"block_r": 16, "block_k": 64, "split_k": 1}
@@ -28,8 +30,8 @@ LINEAR = {
     "lora_steps": 0, "lora_stages": 2, "occupancy": 1, "num_warps": 4, "num_stages": 3,
 }  # fmt: skip
 
-# name, changes of the linear part and of the shrink's; K = 1224 has 20 blocks of 64, the last half
-# empty, and five of a shrink's four strips
+# name, changes of the linear part and of the shrink's; of the 20 blocks of 64 in K = 1224 the last
+# one has 8 columns, of the 5 steps of four strips of 64 the last one has not all of its strips
 WAYS: tuple[tuple[str, dict[str, int], dict[str, int]], ...] = (
     ("plain", {}, {}),
     ("parts_2", {"split_k": 2, "block_k": 128, "num_stages": 4}, {"split_k": 4}),
@@ -87,20 +89,6 @@ def hopper(device: torch.device) -> torch.device:
     if env.gpu_arch(0) != "sm_90":
         pytest.skip("the launch with warps for the adapters is written for Hopper")
     return device
-
-
-@pytest.fixture
-def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The counters that calls were given."""
-    given: list[Tensor] = []
-
-    def hand_out(device: torch.device, count: int) -> Tensor:
-        given.append(counters_of(device, count))
-        return given[-1]
-
-    module = importlib.import_module("loraplex.ops.fused")
-    monkeypatch.setattr(module, "counters_of", hand_out)
-    return given
 
 
 def assert_right(inputs: Inputs, result: Tensor) -> None:
@@ -183,6 +171,32 @@ def test_who_waits_in_vain_computes_the_shares_itself(
     assert not handed_out[-1].any()
 
 
+@triton.jit
+def write_late_kernel(target_ptr, source_ptr, size, WAIT_NS: tl.constexpr, BLOCK: tl.constexpr):
+    """Lets its successor begin, waits, and then writes."""
+    gdc_wait()
+    gdc_launch_dependents()
+    start = globaltimer()
+    while globaltimer() - start < WAIT_NS:
+        pass
+    for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < size), mask=at < size)
+
+
+def write_late(target: Tensor, source: Tensor) -> None:
+    """As a kernel of somebody else may write, and say so to torch."""
+    torch.autograd.graph.increment_version(target)
+    # few programs, beside which the successor has room
+    write_late_kernel[(32,)](
+        target, source, target.numel(), WAIT_NS=50_000, BLOCK=1024, launch_pdl=True
+    )
+
+
+def always(*_: Tensor) -> bool:
+    return True
+
+
 @pytest.mark.gpu
 class TestWritesInAGraph:
     """What a kernel writes right before a launch reaches it, although launches read early."""
@@ -235,14 +249,30 @@ class TestWritesInAGraph:
         assert not torch.equal(*wanted)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            own.copy_(first)
+            write_late(own, first)
             one = inputs.run("lora_linear", "fused")
-            own.copy_(second)
+            write_late(own, second)
             other = inputs.run("lora_linear", "fused")
-        for _ in range(200):
+        for _ in range(50):
             graph.replay()
             assert torch.equal(one, wanted[0])
             assert torch.equal(other, wanted[1])
+
+    def test_it_takes_the_wait(self, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The other tests of this class could fail: a launch that only believes it may reads late
+        writes too early."""
+        own = inputs.weight
+        first, second = own.clone(), own.flip(0).contiguous()
+        own.copy_(second)
+        wanted = inputs.run("lora_linear", "fused")
+        own.copy_(first)
+        monkeypatch.setattr(importlib.import_module("loraplex.ops.fused"), "are_settled", always)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            write_late(own, second)
+            y = inputs.run("lora_linear", "fused")
+        graph.replay()
+        assert not torch.equal(y, wanted)
 
 
 def test_refused_without_hopper(device: torch.device) -> None:
@@ -274,3 +304,9 @@ def test_refused(change: dict[str, Any], message: str, hopper: torch.device) -> 
         pytest.raises(lp.UnsupportedImplError, match=message),
     ):
         inputs.run("lora_linear", "fused")
+
+
+def test_rules_may_ask_for_the_warps_that_the_kernel_has() -> None:
+    module = importlib.import_module("loraplex.kernels.specialized")
+    rules = importlib.import_module("loraplex.tuning.choose")
+    assert set(module.ADAPTER_REGISTERS) == set(rules.WARPS)

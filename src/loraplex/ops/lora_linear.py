@@ -9,10 +9,7 @@ from torch.nn import functional as F
 from loraplex.checks import check_same, check_shape, check_tensor
 from loraplex.ops.fused import run_fused
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import (
-    check_impl,
-    resolve,
-)
+from loraplex.ops.impls import check_impl, resolve
 from loraplex.ops.library import LAYOUT, ROUTED, register
 from loraplex.ops.routed import (
     Layout,
