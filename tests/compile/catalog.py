@@ -334,6 +334,10 @@ def pretend(arch: str) -> Iterator[None]:
             ):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, stand_in))
+        # A torch without CUDA cannot tell.
+        stack.enter_context(
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
+        )
         # The base GEMM of some implementations is torch's: nothing to compile, and slow here.
         stack.enter_context(
             mock.patch(
