@@ -12,6 +12,7 @@ import torch
 
 from loraplex.bench.verdict import judge
 from loraplex.kernels import shrink_wide
+from loraplex.ops.kept import nothing_kept
 from loraplex.testing import Case, build, eager, order_slack, truth, tuning_table
 
 SHRINK = {
@@ -98,7 +99,7 @@ def table_of(cut: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Columns of v in each launch of the wide shrink."""
     found: list[int] = []
     launch: Callable[..., None] = shrink_wide.launch_shrink_wide
@@ -108,7 +109,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         launch(*args, **kwargs)
 
     monkeypatch.setattr(shrink_wide, "launch_shrink_wide", record)
-    return found
+    # a repeated call would not come by here
+    with nothing_kept():
+        yield found
 
 
 @pytest.mark.parametrize(("op", "impl", "case", "cut", "dtype"), list(problems()))

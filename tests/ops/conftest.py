@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loraplex.counters import PER_STREAM, counters_of
+from loraplex.ops.kept import nothing_kept
 from loraplex.testing import changed_blocks, poisoned_memory
 
 # A program and a step cost the interpreter milliseconds, however little they do.
@@ -51,7 +52,7 @@ def shipped_tables() -> Iterator[None]:
 
 
 @pytest.fixture
-def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def handed_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The counters that calls were given; as on a stream, every call is given the same ones."""
     given: list[Tensor] = []
     on_host = torch.zeros(PER_STREAM, dtype=torch.int32)
@@ -63,4 +64,6 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     module = importlib.import_module("loraplex.ops.fused")
     monkeypatch.setattr(module, "counters_of", hand_out)
-    return given
+    # a repeated call has what it needs at hand
+    with nothing_kept():
+        yield given

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from loraplex.kernels.launch import launch
 from loraplex.kernels.tile import (
     expand_tile,
     finish_rows,
@@ -123,7 +124,8 @@ def launch_expand(
     """Add the adapters' part to ``y`` [M, N] in place; ``bias`` or None is what y holds already."""
     num_tokens = y.shape[0]
     column_blocks = sum(-(-width // block_n) for width in slices)
-    expand_kernel[(-(-num_tokens // block_m), column_blocks)](
+    launch(
+        expand_kernel, (-(-num_tokens // block_m), column_blocks),
         y, y.stride(0), y.stride(1),
         bias if bias is not None else y,
         entries, entries.stride(0),

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.base import base_steps
+from loraplex.kernels.launch import launch
 from loraplex.kernels.meet import add_halves, leave_half, meet
 from loraplex.kernels.tile import (
     add_expand,
@@ -279,13 +280,13 @@ def launch_lora_linear(
     """
     num_tokens, in_features = x.shape
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
-    launch = {"launch_pdl": True} if is_dependent else {}
     x_tiles, weight_tiles = x, weight
     if has_descriptor:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
         weight_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
     programs = tiles if num_whole is None else 2 * tiles - num_whole
-    lora_linear_kernel[(programs, split_k + 1 if split_k > 1 else 1)](
+    launch(
+        lora_linear_kernel, (programs, split_k + 1 if split_k > 1 else 1),
         x, x.stride(0), x.stride(1),
         x_tiles,
         weight, weight.stride(0), weight.stride(1),
@@ -329,5 +330,5 @@ def launch_lora_linear(
         PRECISION=precision,
         num_warps=num_warps,
         num_stages=num_stages,
-        **launch,
+        **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from loraplex.kernels.launch import launch
 from loraplex.kernels.tile import ENTRY_FIELDS, GROUP_FIELDS, add_product
 
 
@@ -285,7 +286,8 @@ def launch_shrink(
     split_k, _, num_slices, _ = v.shape
     tiles = -(-num_tokens // tile_m)
     grid = (tiles * (num_items + 1), num_slices * rank_blocks, split_k)
-    shrink_kernel[grid](
+    launch(
+        shrink_kernel, grid,
         x, x.stride(0), x.stride(1),
         entries, entries.stride(0),
         stride_ak,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from loraplex.kernels.launch import launch
 from loraplex.kernels.shrink import reset_arrivals, write_groups
 from loraplex.kernels.tile import ENTRY_FIELDS, add_product
 
@@ -232,7 +233,8 @@ def launch_shrink_wide(
     tiles = -(-num_tokens // tile_m)
     blocks = -(-num_slices * ranks // block_r) * split_k
     programs = min(num_items, max(LEAST_PROGRAMS_OF_TILE, PROGRAMS // (tiles * blocks)))
-    shrink_wide_kernel[(tiles * (programs * blocks + num_slices),)](
+    launch(
+        shrink_wide_kernel, (tiles * (programs * blocks + num_slices),),
         x, x.stride(0), x.stride(1),
         entries, entries.stride(0),
         stride_ak,

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.base import base_steps, prefetch_weight
+from loraplex.kernels.launch import launch
 from loraplex.kernels.meet import gather_parts, leave_part, tell, wait_for_all
 from loraplex.kernels.shrink import shrink_program
 from loraplex.kernels.tile import (
@@ -333,7 +334,8 @@ def launch_single(
     if has_descriptor:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
         weight_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
-    single_launch_kernel[(num_shrink + tiles * (split_k + has_lora_part),)](
+    launch(
+        single_launch_kernel, (num_shrink + tiles * (split_k + has_lora_part),),
         x, x.stride(0), x.stride(1),
         x_tiles,
         weight, weight.stride(0), weight.stride(1),

@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from loraplex.kernels.launch import launch
 from loraplex.kernels.specialized_adapters import adapter_role
 from loraplex.kernels.specialized_stream import stream_role
 
@@ -227,7 +228,8 @@ def launch_specialized(
     most_shares *= num_slices * rank_blocks * v_split_k
     num_workers = min(tiles * split_k, most_shares, num_multiprocessors)
     threads = 32 * (num_warps + ADAPTER_WARPS)
-    specialized_launch_kernel[(tiles * split_k,)](
+    launch(
+        specialized_launch_kernel, (tiles * split_k,),
         x, x.stride(0),
         describe(x, block_m, block_k),
         describe(weight, block_n, block_k),

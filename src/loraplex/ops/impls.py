@@ -67,10 +67,15 @@ def resolve(problem: Problem, impl: str, device: torch.device) -> Choice:
         return Choice("torch", {}, f"the torch reference, since tensors are on {device.type}")
     reason = why_no_triton(device, problem.dtype)
     if not reason:
-        return choose(problem, "" if impl in ("auto", "triton") else impl)
+        return choose(problem, wanted_of(impl))
     if impl == "auto":
         return Choice("torch", {}, f"the torch reference: {reason}")
     raise UnsupportedImplError(f"impl={impl!r} cannot run: {reason}")
+
+
+def wanted_of(impl: str) -> str:
+    """The implementation that rules must be for, as :func:`choose` takes it; any if empty."""
+    return "" if impl in ("auto", "triton") else impl
 
 
 def precision_of(x: Tensor) -> str:

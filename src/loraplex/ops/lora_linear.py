@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraplex.checks import check_same, check_shape, check_tensor
+from loraplex.ops import kept
 from loraplex.ops.fused import run_fused
 from loraplex.ops.gradient import without_backward
-from loraplex.ops.impls import check_impl, resolve
-from loraplex.ops.library import LAYOUT, ROUTED, register
+from loraplex.ops.impls import check_impl, resolve, wanted_of
+from loraplex.ops.library import LAYOUT, ROUTED, is_plain, register
 from loraplex.ops.routed import (
     Layout,
     Routed,
     check_bias,
     check_routed,
+    check_weight,
     layout_of,
     problem_of,
     run_expand,
@@ -65,13 +68,13 @@ def lora_linear(
         torch.Size([4, 32])
     """
     check_routed(x, table, routing)
-    check_shape("weight", check_tensor("weight", weight), [table.out_features, x.shape[1]])
-    check_same("weight", weight, "x", x)
+    check_weight(weight, x, table)
     check_bias(bias, x, table.out_features)
     check_impl("lora_linear", impl)
 
     def run() -> Tensor:
-        y: Tensor = torch.ops.loraplex.lora_linear(
+        call = _lora_linear if is_plain(x, weight, bias) else torch.ops.loraplex.lora_linear
+        y: Tensor = call(
             x, weight, bias, table.entries, table.storages, routing.indices, routing.places,
             routing.plan, table.slices, layout_of(table), impl,
         )  # fmt: skip
@@ -89,10 +92,16 @@ def _lora_linear(
     indices: Tensor,
     places: Tensor,
     plan: Tensor,
-    slices: list[int],
-    layout: list[int],
+    slices: Sequence[int],
+    layout: Sequence[int],
     impl: str,
 ) -> Tensor:
+    rows = (indices, places) if bias is None else (indices, places, bias)
+    asked = kept.ask((x, weight, entries, plan), rows, slices, layout, impl)
+    if asked is not None:
+        y = kept.repeat(asked, lambda: (weight, plan, places, entries, *storages))
+        if y is not None:
+            return y
     routed = Routed(entries, storages, indices, places, plan, tuple(slices), Layout(*layout))
     problem = problem_of("lora_linear", x, routed, weight)
     choice = resolve(problem, impl, x.device)
@@ -101,7 +110,15 @@ def _lora_linear(
     if choice.impl == "torch":
         adapters = routed.adapters(x.shape[1], x.dtype)
         return reference.lora_linear(x, weight, adapters, indices, bias)
-    return run_choice(choice, x, weight, bias, routed)
+    if asked is None or choice.impl != "fused":
+        return run_choice(choice, x, weight, bias, routed)
+    return kept.keep(
+        asked,
+        choice,
+        lambda: run_choice(choice, x, weight, bias, routed),
+        problem,
+        wanted_of(impl),
+    )
 
 
 def run_choice(

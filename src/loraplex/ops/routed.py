@@ -123,6 +123,15 @@ def check_routed(x: object, table: object, routing: object) -> None:
     )
 
 
+def check_weight(weight: object, x: Tensor, table: AdapterTable) -> None:
+    """Require a weight [N, K] of the table's layer, like x."""
+    weight = check_tensor("weight", weight)
+    shape = (table.out_features, table.in_features)
+    if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
+        check_shape("weight", weight, shape)
+        check_same("weight", weight, "x", x)
+
+
 def check_bias(bias: Tensor | None, x: Tensor, out_features: int) -> None:
     """Require a layer bias [N] like x, or None."""
     if bias is not None:
