@@ -50,6 +50,9 @@ class Step:
             tile: Route(routing.indices, routing.places, routing.plan)
             for tile, routing in self._routings.items()
         }
+        # by number of rows: a launch in a graph reads early what an earlier one has read, and every
+        # layer of a step is given the same tensors
+        self._views: dict[int, Route] = {}
         self._written = 0
 
     def set_(self, slots: Slots) -> None:
@@ -82,9 +85,13 @@ class Step:
         """
         if rows > self.max_tokens:
             raise ValueError(f"a step has at most {self.max_tokens} rows, got {rows}")
-        tile = tile_height(rows)
-        indices, places, plan = self._buffers[tile]
-        return Route(indices[:rows], places[:rows], plan[: -(-rows // tile)])
+        view = self._views.get(rows)
+        if view is None:
+            tile = tile_height(rows)
+            indices, places, plan = self._buffers[tile]
+            view = Route(indices[:rows], places[:rows], plan[: -(-rows // tile)])
+            self._views[rows] = view
+        return view
 
     def buffers(self) -> dict[str, Tensor]:
         """Every device tensor by name, for an engine that saves and restores its buffers."""
