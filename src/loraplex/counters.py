@@ -1,8 +1,10 @@
-"""Counters at which the programs of one launch meet: zero before and after every launch.
+"""Where the programs of one launch meet: counters, and words that they leave for each other.
 
-Each stream of each device has its own, as a BLAS library keeps its workspace: launches on one
-stream follow each other, so they share. A CUDA graph keeps the counters of the stream that it was
-captured on: two graphs captured on one stream must not be replayed at the same time on two.
+Counters are zero before and after every launch. A word behind them carries the number of the launch
+that wrote it, so nobody sets it back. Each stream of each device has its own, as a BLAS library
+keeps its workspace: launches on one stream follow each other, so they share. A CUDA graph keeps the
+counters of the stream that it was captured on: two graphs captured on one stream must not be
+replayed at the same time on two.
 """
 
 from __future__ import annotations
@@ -16,37 +18,48 @@ from loraplex.errors import LoraplexError
 
 STREAMS = 256
 PER_STREAM = 8192
+# int32 behind the counters: number of the launch and what else it keeps, then the words
+EXCHANGE_HEADER = 16
+EXCHANGE_WORDS = 262144
+# rows are allocated together, for so many streams of a device at once
+BLOCK = 16
 
 _rows: dict[tuple[int, int], Tensor] = {}
 
 
 @functools.cache
-def _all_counters(index: int) -> Tensor:
+def _block(index: int, number: int) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise LoraplexError(
             "the counters of a device must exist before a CUDA graph is captured: "
-            "make an AdapterTable on the device first"
+            + (
+                f"more than {number * BLOCK} streams came by, run this one's first call before"
+                if number
+                else "make an AdapterTable on the device first"
+            )
         )
-    counters = torch.zeros((STREAMS, PER_STREAM), dtype=torch.int32, device=f"cuda:{index}")
+    width = PER_STREAM + EXCHANGE_HEADER + EXCHANGE_WORDS
+    counters = torch.zeros((BLOCK, width), dtype=torch.int32, device=f"cuda:{index}")
     # other streams use their rows without waiting for the one that fills them
     torch.cuda.current_stream(index).synchronize()
     return counters
 
 
 def reserve_counters(device: torch.device) -> Tensor | None:
-    """Allocate the counters of a tensor's device, so that they exist before a graph is captured.
+    """Allocate counters of a tensor's device, so that they exist before a graph is captured.
 
     Returns:
-        all of them, for an engine that gives memory back while it sleeps; None without a GPU.
+        those of the first streams, for an engine that gives memory back while it sleeps; None
+        without a GPU.
 
     Raises:
         LoraplexError: inside a graph capture, if they do not exist yet.
     """
-    return _all_counters(device.index) if device.type == "cuda" else None
+    return _block(device.index, 0) if device.type == "cuda" else None
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
-    """Zeros [count], int32, of the current stream.
+    """Zeros [count] or more, int32, of the current stream; on a GPU with the words behind them.
 
     Raises:
         LoraplexError: if more counters are wanted than a stream has, or more streams came by than
@@ -60,7 +73,8 @@ def counters_of(device: torch.device, count: int) -> Tensor:
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     row = _rows.get(key)
     if row is None:
-        row = _all_counters(index)[_row_number(index)]
+        number = _row_number(index)
+        row = _block(index, number // BLOCK)[number % BLOCK]
         _rows[key] = row
     return row
 

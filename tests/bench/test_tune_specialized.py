@@ -90,6 +90,7 @@ def test_candidates_are_rules_that_fit(batch: Batch) -> None:
         ({"layer": Layer("odd", 4092, (4096,))}, "sm_90"),
         ({"rank": 20}, "sm_90"),
         ({"max_rank": 20}, "sm_90"),
+        ({"max_rank": 136}, "sm_90"),
         *(({}, arch) for arch in ("sm_80", "sm_89", "sm_100", "gfx942", "cpu")),
     ],
     ids=lambda value: str(value),
@@ -193,6 +194,14 @@ def test_what_is_shipped_would_be_found() -> None:
         assert own in tune_specialized.SHRINKS, shrink
 
 
+def test_shipped_rules_are_for_pools_that_they_have_columns_for() -> None:
+    tables = resources.files("loraplex.tuning").joinpath("tables")
+    rules = json.loads(tables.joinpath("sm_90.json").read_text())["lora_linear"]
+    for rule in rules:
+        if rule["linear"].get("is_specialized"):
+            assert rule["when"]["max_rank"] <= rule["linear"]["block_r"], rule
+
+
 def test_second_round_changes_shrink_buffers_and_parts() -> None:
     batch = Batch(SQUARE, 64, 8, 16, torch.bfloat16)
     found = second_round(batch, BEST)
@@ -201,7 +210,7 @@ def test_second_round_changes_shrink_buffers_and_parts() -> None:
     linears = [candidate.configs["linear"] for candidate in found]
     assert {s["split_k"] for s in shrinks} >= {1, 2, 4, 8}
     assert {s["block_k"] for s in shrinks} == {32, 64, 128}
-    assert {(c["block_r"], c["lora_stages"]) for c in linears} >= {(128, 1), (64, 2), (16, 2)}
+    assert {(c["block_r"], c["lora_stages"]) for c in linears} >= {(128, 1), (64, 2), (16, 4)}
     assert {c["split_k"] for c in linears} == {1, 2, 3}
     assert {c["lora_steps"] for c in linears if c["split_k"] == 2} == {0, -4, -8}
 

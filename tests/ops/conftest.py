@@ -58,9 +58,9 @@ def handed_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     on_host = torch.zeros(PER_STREAM, dtype=torch.int32)
 
     def hand_out(device: torch.device, count: int) -> Tensor:
-        row = counters_of(device, count)
-        given.append(row if device.type == "cuda" else on_host[:count])
-        return given[-1]
+        row = counters_of(device, count) if device.type == "cuda" else on_host[:count]
+        given.append(row[:PER_STREAM])
+        return row
 
     module = importlib.import_module("loraplex.ops.fused")
     monkeypatch.setattr(module, "counters_of", hand_out)

@@ -22,11 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 import loraplex as lp
 from loraplex import env
 from loraplex.bench.verdict import judge
+from loraplex.counters import EXCHANGE_HEADER, PER_STREAM, counters_of
 from loraplex.testing import Case, Inputs, build, eager, order_slack, truth, tuning_table
 
+MOST_LAUNCHES = 255
 SHRINK = {"block_r": 16, "block_k": 64, "split_k": 1}
 LINEAR = {
-    "is_specialized": 1, "block_m": 64, "block_n": 64, "block_k": 64, "block_r": 16, "split_k": 1,
+    "is_specialized": 1, "block_m": 64, "block_n": 64, "block_k": 64, "block_r": 32, "split_k": 1,
     "lora_steps": 0, "lora_stages": 2, "occupancy": 1, "num_warps": 4, "num_stages": 3,
 }  # fmt: skip
 
@@ -76,11 +78,14 @@ CASES = (
 )  # fmt: skip
 
 
-def table_of(way: str) -> dict[str, Any]:
-    """A tuning table with one rule for every problem: this way."""
+def table_of(way: str, max_rank: int = 32) -> dict[str, Any]:
+    """A tuning table with one rule for every problem: this way, or with room for so many ranks."""
     changes, shrink = next(rest for name, *rest in WAYS if name == way)
     assert set(changes) <= set(LINEAR)
-    rule = {"impl": "fused", "shrink": {**SHRINK, **shrink}, "linear": {**LINEAR, **changes}}
+    linear = {**LINEAR, **changes}
+    if max_rank > linear["block_r"]:
+        linear |= {"block_r": max_rank, "lora_stages": 1}
+    rule = {"impl": "fused", "shrink": {**SHRINK, **shrink}, "linear": linear}
     return {"lora_linear": [rule]}
 
 
@@ -128,7 +133,7 @@ def test_way(
     way: str, case: Case, dtype: torch.dtype, hopper: torch.device, handed_out: list[Tensor]
 ) -> None:
     inputs = build(case, dtype, hopper)
-    with tuning_table(table_of(way)):
+    with tuning_table(table_of(way, inputs.table.max_rank)):
         first = inputs.run("lora_linear", "fused")
         assert len(handed_out) == 1, "a call is one launch that meets on counters"
         assert not handed_out[-1].any(), "counters are zero between launches"
@@ -169,6 +174,29 @@ def test_who_waits_in_vain_computes_the_shares_itself(
         ):
             assert torch.equal(result, waited)
     assert not handed_out[-1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["parts_2", "wide"])
+def test_launches_are_numbered_anew_now_and_then(way: str, hopper: torch.device) -> None:
+    """The words that programs leave for each other carry 8 bits of the launch's number."""
+    few = replace(MIXED, name="spec_few", m=40, ranks=(8, 8, 0, 16))
+    both = [
+        build(case, torch.bfloat16, hopper)
+        for case in (replace(MIXED, name="spec_more", m=40), few)
+    ]
+    with tuning_table(table_of(way)):
+        wanted = [inputs.run("lora_linear", "fused") for inputs in both]
+        row = counters_of(hopper, 1)
+        number, words = row[PER_STREAM], row[PER_STREAM + EXCHANGE_HEADER :]
+        assert words.any()
+        number.fill_(MOST_LAUNCHES - 1)
+        assert torch.equal(both[0].run("lora_linear", "fused"), wanted[0])
+        assert not number
+        assert not words.any(), "what the next launches with these numbers would take for theirs"
+        for call in range(2 * MOST_LAUNCHES + 3):
+            assert int(number) == call % MOST_LAUNCHES
+            assert torch.equal(both[call % 2].run("lora_linear", "fused"), wanted[call % 2]), call
 
 
 @triton.jit
@@ -293,8 +321,10 @@ def test_refused_without_hopper(device: torch.device) -> None:
         ({"dtype": torch.float32}, "float16 or bfloat16, got torch.float32"),
         ({"x": "odd", "weight": "odd"}, "rows of x and weight that are dense"),
         ({"ranks": (3, 24, 0, 16), "rank_multiple": 1}, "rank_multiple 8"),
+        ({"ranks": (8, 40), "max_rank": 40}, "block_r of at least max_rank, .* got 32 and 40"),
+        ({"m": 6000, "ranks": (8, 24)}, "of at most 262144, got 288000"),
     ],
-    ids=["dtype", "rows", "ranks"],
+    ids=["dtype", "rows", "ranks", "more_ranks", "words"],
 )
 def test_refused(change: dict[str, Any], message: str, hopper: torch.device) -> None:
     dtype = change.pop("dtype", torch.float16)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from loraplex.bench.layers_batch import Batch
+from loraplex.counters import EXCHANGE_WORDS
 from loraplex.tuning.choose import Config
 
 ARCH = "sm_90"
@@ -41,6 +42,7 @@ TILES: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
         (64, 128, 4, 5, 1),
         (64, 128, 4, 6, 1),
         (128, 128, 4, 5, 1),
+        (128, 128, 4, 3, 1),
         (128, 64, 4, 8, 1),
         (256, 64, 8, 5, 1),
         (64, 128, 4, 4, 2),
@@ -51,6 +53,7 @@ TILES: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
         (64, 128, 4, 4, 1),
         (64, 128, 4, 6, 1),
         (128, 64, 4, 6, 1),
+        (128, 64, 4, 5, 1),
         (128, 128, 4, 4, 1),
         (256, 64, 8, 4, 1),
         (64, 64, 4, 5, 2),
@@ -89,6 +92,7 @@ def is_offered(batch: Batch, arch: str) -> bool:
         and batch.dtype in DTYPES
         and batch.m <= MOST_ROWS
         and all(size % 8 == 0 for size in (batch.layer.k, batch.capacity, *batch.ranks))
+        and _columns(batch) <= BLOCK_RS[0]
     )
 
 
@@ -161,10 +165,16 @@ def _shrinks(batch: Batch, linear: Config) -> list[Config]:
             or block_r > most_ranks
             or (has_few_registers and (is_long or batch.layer.k % span != 0))
             or (_has_many_adapters(batch) and split > MOST_PLANES)
+            or split * batch.m * len(batch.layer.slices) * batch.capacity > EXCHANGE_WORDS
         ):
             continue
         found.append({"block_r": block_r, "block_k": block_k, "split_k": split})
     return found or [{"block_r": 16, "block_k": 32, "split_k": 1}]
+
+
+def _columns(batch: Batch) -> int:
+    """Columns that each adapter has in a block: all ranks of its pool, to a power of two."""
+    return max(8, 1 << (batch.capacity - 1).bit_length())
 
 
 def _has_many_adapters(batch: Batch) -> bool:
@@ -191,11 +201,11 @@ def _lora_steps(block_k: int, split: int) -> int:
 def _buffers(batch: Batch, shrink: Config, linear: Config) -> Iterator[Config]:
     """Blocks of B and v that fit beside a tile, the widest that may be filled in front."""
     # columns of the adapters that may lie in a tile, whoever occurs
-    columns = min(batch.num_slots, batch.m, linear["block_m"]) * batch.capacity
+    columns = min(batch.num_slots, batch.m, linear["block_m"]) * _columns(batch)
     widest = next((r for r in reversed(BLOCK_RS) if r >= columns), BLOCK_RS[0])
-    for block_r in (r for r in BLOCK_RS if r <= widest):
+    for block_r in (r for r in BLOCK_RS if _columns(batch) <= r <= widest):
         # a second buffer is for a second block
-        for stages in (2, 1) if columns > block_r else (1,):
+        for stages in (2, 4, 1) if columns > 2 * block_r else (2, 1) if columns > block_r else (1,):
             found = {"block_r": block_r, "lora_stages": stages}
             if fits(shrink, {**linear, **found}):
                 yield found

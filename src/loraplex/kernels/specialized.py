@@ -35,7 +35,8 @@ ELEMENT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 ADAPTER_REGISTERS = {(4, 1): 240, (8, 1): 184, (4, 2): 152}
 
 
-@gluon.jit
+# what follows from the number of tokens would have the kernel compiled again and again
+@gluon.jit(do_not_specialize=["stride_vk", "num_tokens", "num_items", "num_workers"])
 def specialized_launch_kernel(
     x_ptr, stride_xm,
     x_tiles,
@@ -43,7 +44,7 @@ def specialized_launch_kernel(
     bias_ptr,
     y_ptr, stride_ym,
     entries_ptr, stride_el,
-    v_ptr, stride_vk, stride_vm, stride_vs,
+    stride_vk, stride_vm, stride_vs,
     indices_ptr,
     places_ptr,
     plan_ptr,
@@ -70,20 +71,23 @@ def specialized_launch_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_R: gl.constexpr,
+    RANKS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     IS_SETTLED: gl.constexpr,
     PDL: gl.constexpr,
     MOST_POLLS: gl.constexpr,
+    EXCHANGE: gl.constexpr,
     ADAPTER_WARPS: gl.constexpr,
     ADAPTER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = column_scale * (x W^T + scaling * (x A^T) B^T) + bias + adapter_bias.
 
-    x [M, K], x_tiles and w_tiles descriptors of x and of W [N, K]; v [V_SPLIT_K, M, S, R] float32
-    and planes [SPLIT_K - 1, tiles, BLOCK_N * BLOCK_M] float32 are room to work in; counters
-    [2 + tiles] are zero before and after. Programs below ``num_workers`` share the shrink.
+    x [M, K], x_tiles and w_tiles descriptors of x and of W [N, K]; planes [SPLIT_K - 1, tiles,
+    BLOCK_N * BLOCK_M] float32 are room to work in; counters [2 + tiles] are zero before and after,
+    and EXCHANGE behind them is where programs leave v. Programs below ``num_workers`` share the
+    shrink.
     """
     DTYPE: gl.constexpr = w_tiles.dtype
     x_buffers = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
@@ -162,7 +166,8 @@ def specialized_launch_kernel(
                 (
                     x_ptr, stride_xm,
                     entries_ptr, stride_el,
-                    v_ptr, stride_vk, stride_vm, stride_vs,
+                    stride_vk, stride_vm, stride_vs,
+                    indices_ptr,
                     places_ptr,
                     plan_ptr,
                     counters_ptr,
@@ -170,8 +175,8 @@ def specialized_launch_kernel(
                     pid, first_row, part, first, width, split == 0, num_tokens, num_items,
                     num_workers,
                     K, len(SLICES), V_SPLIT_K, TILE_M, ITEM_M, PLACES, RANK_BLOCKS, SHRINK_R,
-                    SHRINK_K, BLOCK_M, BLOCK_N, BLOCK_R, BUFFERS, IS_SETTLED, PDL, MOST_POLLS,
-                    ADAPTER_WARPS,
+                    SHRINK_K, BLOCK_M, BLOCK_N, BLOCK_R, RANKS, BUFFERS, IS_SETTLED, PDL,
+                    MOST_POLLS, EXCHANGE, ADAPTER_WARPS,
                 ),
             ),
         ],
@@ -186,7 +191,6 @@ def launch_specialized(
     bias: Tensor | None,
     y: Tensor,
     entries: Tensor,
-    v: Tensor,
     indices: Tensor,
     places: Tensor,
     plan: Tensor,
@@ -203,6 +207,9 @@ def launch_specialized(
     num_multiprocessors: int,
     is_settled: bool,
     is_dependent: bool,
+    exchange: int,
+    most_ranks: int,
+    v_split_k: int,
     shrink_r: int,
     shrink_k: int,
     split_k: int,
@@ -216,12 +223,13 @@ def launch_specialized(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Write ``y`` [M, N]; ``counters`` [2 + tiles] are zero before and after.
+    """Write ``y`` [M, N]; ``counters`` are zero before and after, but for the words ``exchange``
+    behind them.
 
     Rows of all tensors are dense and start on 16 bytes, ranks are multiples of 8.
     """
     num_tokens, in_features = x.shape
-    v_split_k, _, num_slices, most_ranks = v.shape
+    num_slices = len(slices)
     rank_blocks = -(-most_ranks // shrink_r)
     tiles = -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
     most_shares = -(-num_tokens // tile_m) * num_items * (item_m // 16)
@@ -236,7 +244,7 @@ def launch_specialized(
         bias if bias is not None else y,
         y, y.stride(0),
         entries, entries.stride(0),
-        v, v.stride(0), v.stride(1), v.stride(2),
+        num_tokens * num_slices * most_ranks, num_slices * most_ranks, most_ranks,
         indices,
         places,
         plan,
@@ -263,17 +271,24 @@ def launch_specialized(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BLOCK_R=block_r,
+        RANKS=columns_of_adapter(most_ranks),
         STAGES=num_stages,
         BUFFERS=lora_stages,
         IS_SETTLED=is_settled,
         PDL=is_dependent,
         MOST_POLLS=MOST_POLLS,
+        EXCHANGE=exchange,
         ADAPTER_WARPS=ADAPTER_WARPS,
         ADAPTER_REGISTERS=ADAPTER_REGISTERS[num_warps, occupancy],
         num_warps=num_warps,
         **({"maxnreg": 65536 // (threads * occupancy)} if occupancy > 1 else {}),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
+
+
+def columns_of_adapter(most_ranks: int) -> int:
+    """Columns that each adapter has in a block, of those of a pool with up to this many ranks."""
+    return max(8, 1 << (most_ranks - 1).bit_length())
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

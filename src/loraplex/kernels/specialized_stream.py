@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.kernels.specialized_adapters import ENTRY_FIELDS, thread_barrier
+from loraplex.kernels.specialized_adapters import thread_barrier
+from loraplex.kernels.specialized_shrink import ENTRY_FIELDS
 
 # the adapters of a tile begin no sooner than after this part of its walk, so that their number is
 # known, and leave so many steps for the end; a block of theirs comes every so many steps at most
@@ -59,6 +60,28 @@ def add_block(acc, block, b_tiles, v_tiles, filled, used, BUFFERS: gl.constexpr)
     thread_barrier()
     mbarrier.arrive(used.index(buffer))
     return acc
+
+
+@gluon.jit
+def add_both(
+    acc, done, begin, end, middle, between, num_blocks, count,
+    x_tiles, w_tiles, x_buffers, w_buffers, arrived, b_tiles, v_tiles, filled, used,
+    first_row, first_column, first_step,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """acc plus the steps from ``begin`` to ``end``, with a block of the adapters before every so
+    many of them; and how many blocks are done."""
+    for step in range(begin, end):
+        if (done < num_blocks) & ((step - middle) % between == 0):
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = add_block(acc, done, b_tiles, v_tiles, filled, used, BUFFERS)
+            done += 1
+        acc = add_step(
+            acc, step, count,
+            x_tiles, w_tiles, x_buffers, w_buffers, arrived,
+            first_row, first_column, first_step, BLOCK_K, STAGES, BYTES,
+        )  # fmt: skip
+    return acc, done
 
 
 @gluon.jit
@@ -148,7 +171,7 @@ def stream_role(
             first_row, start + first, first_step, BLOCK_K, STAGES, BYTES,
         )  # fmt: skip
     num_blocks = 0
-    middle = count
+    middle = gl.maximum(count - LAST_STEPS, early)
     between = 1
     if split == 0:
         mbarrier.wait(counted, 0)
@@ -163,28 +186,40 @@ def stream_role(
             x_tiles, w_tiles, x_buffers, w_buffers, arrived,
             first_row, start + first, first_step, BLOCK_K, STAGES, BYTES,
         )  # fmt: skip
-    done = 0
-    for step in range(middle, count):
-        if (done < num_blocks) & ((step - middle) % between == 0):
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            acc = add_block(acc, done, b_tiles, v_tiles, filled, used, BUFFERS)
-            done += 1
-        acc = add_step(
-            acc, step, count,
-            x_tiles, w_tiles, x_buffers, w_buffers, arrived,
-            first_row, start + first, first_step, BLOCK_K, STAGES, BYTES,
-        )  # fmt: skip
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    for block in range(done, num_blocks):
-        acc = add_block(acc, block, b_tiles, v_tiles, filled, used, BUFFERS)
+    late = gl.maximum(count - LAST_STEPS, middle)
+    acc, done = add_both(
+        acc, gl.to_tensor(0), middle, late, middle, between, num_blocks, count,
+        x_tiles, w_tiles, x_buffers, w_buffers, arrived, b_tiles, v_tiles, filled, used,
+        first_row, start + first, first_step, BLOCK_K, STAGES, BUFFERS, BYTES,
+    )  # fmt: skip
 
-    # the other parts, in a fixed order
+    # The other parts have fewer steps, so they are there by now. They are asked for before the
+    # last steps, and their sum has a fixed order.
     lane_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, PRODUCT))
     lane_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, PRODUCT))
     inner = lane_n[:, None] * BLOCK_M + lane_m[None, :]
     stride_plane = tiles.to(gl.int64) * (BLOCK_M * BLOCK_N)
     plane = planes_ptr + number.to(gl.int64) * (BLOCK_M * BLOCK_N)
     parts_arrived = counters_ptr + 2 + number
+    others = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=PRODUCT)
+    if SPLIT_K > 1:
+        if split == 0:
+            while gl.atomic_add(parts_arrived, 0, sem="acquire", scope="gpu") < SPLIT_K - 1:
+                pass
+            others = gl.load(plane + inner)
+            for other in gl.static_range(1, SPLIT_K - 1):
+                others += gl.load(plane + other * stride_plane + inner)
+            # nobody else looks at it: back to zero, for the next launch
+            gl.store(parts_arrived, 0)
+    acc, done = add_both(
+        acc, done, late, count, middle, between, num_blocks, count,
+        x_tiles, w_tiles, x_buffers, w_buffers, arrived, b_tiles, v_tiles, filled, used,
+        first_row, start + first, first_step, BLOCK_K, STAGES, BUFFERS, BYTES,
+    )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    for block in range(done, num_blocks):
+        acc = add_block(acc, block, b_tiles, v_tiles, filled, used, BUFFERS)
+
     if split > 0:
         gl.store(plane + (split - 1) * stride_plane + inner, acc)
         # every warp has stored before one thread tells
@@ -192,12 +227,7 @@ def stream_role(
         gl.atomic_add(parts_arrived, 1, sem="release", scope="gpu")
     else:
         if SPLIT_K > 1:
-            while gl.atomic_add(parts_arrived, 0, sem="acquire", scope="gpu") < SPLIT_K - 1:
-                pass
-            for other in gl.static_range(SPLIT_K - 1):
-                acc += gl.load(plane + other * stride_plane + inner)
-            # nobody else looks at it: back to zero, for the next launch
-            gl.store(parts_arrived, 0)
+            acc += others
         acc = finish_tile(
             acc,
             entries_ptr, stride_el,

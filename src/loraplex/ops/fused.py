@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loraplex import env
-from loraplex.counters import counters_of
+from loraplex.counters import EXCHANGE_WORDS, PER_STREAM, counters_of
 from loraplex.errors import UnsupportedImplError
 from loraplex.ops.impls import (
     arch_of,
@@ -162,7 +162,7 @@ def _run_specialized(
     x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
 ) -> Tensor:
     _check_specialized(x, weight, routed)
-    from loraplex.kernels.specialized import launch_specialized
+    from loraplex.kernels.specialized import columns_of_adapter, launch_specialized
 
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
@@ -172,18 +172,18 @@ def _run_specialized(
     )
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     most_ranks = -(-routed.layout.max_rank // 8) * 8
-    v = torch.empty(
-        (shrink["split_k"], x.shape[0], len(routed.slices), most_ranks),
-        dtype=torch.float32,
-        device=x.device,
-    )
+    if columns_of_adapter(most_ranks) > config["block_r"]:
+        raise UnsupportedImplError(
+            "is_specialized needs a block_r of at least max_rank, rounded up to a power of two; "
+            f"got {config['block_r']} and {most_ranks}"
+        )
+    _check_exchange(shrink["split_k"] * x.shape[0] * len(routed.slices) * most_ranks)
     launch_specialized(
         x,
         weight,
         bias,
         y,
         routed.entries,
-        v,
         routed.indices,
         routed.places,
         routed.plan,
@@ -201,6 +201,9 @@ def _run_specialized(
             weight, routed.plan, routed.places, routed.entries, *routed.storages
         ),
         is_dependent=has_dependent_launch(x.device),
+        exchange=PER_STREAM,
+        most_ranks=most_ranks,
+        v_split_k=shrink["split_k"],
         shrink_r=shrink_rows_of(shrink, routed.layout.max_rank),
         shrink_k=shrink["block_k"],
         split_k=split_k,
@@ -234,4 +237,17 @@ def _check_specialized(x: Tensor, weight: Tensor, routed: Routed) -> None:
         raise UnsupportedImplError(
             "is_specialized needs rows of x and weight that are dense and start on 16 bytes, and "
             f"rank_multiple 8; got strides {x.stride()} and {weight.stride()}, and {multiple}"
+        )
+
+
+def _check_exchange(num_words: int) -> None:
+    """Require that v fits where the programs of a stream leave it.
+
+    Raises:
+        UnsupportedImplError: naming what is too much.
+    """
+    if num_words > EXCHANGE_WORDS:
+        raise UnsupportedImplError(
+            "is_specialized needs split_k of the shrink * tokens * slices * max_rank of at most "
+            f"{EXCHANGE_WORDS}, got {num_words}"
         )
