@@ -5,7 +5,9 @@ the compiled kernel up; at decode that takes longer than the GPU. Who knows that
 changed since an earlier launch keeps that launch and repeats it.
 
 Triton specialises a kernel on its constants and options, on dtypes, on whether an int is 1 or a
-multiple of 16, and on whether an address is a multiple of 16. A repeated launch has the same
+multiple of 16, and on whether an address is a multiple of 16. Ints that follow from the number of
+tokens are left out of that (``do_not_specialize``): a server would compile each kernel three times
+over, whenever a step first has such a number. A repeated launch has the same
 constants, options, dtypes and ints as the first, and its addresses must all be multiples of 16, as
 those of the first were (:data:`ALIGNMENT`).
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 from loraplex.kernels.tile import add_product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr, stride_xm, stride_xk,
     c_ptr, stride_ck, stride_cn,

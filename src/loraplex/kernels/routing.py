@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def routing_kernel(
     source_ptr, stride_source,
     indices_ptr,

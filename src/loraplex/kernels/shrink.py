@@ -203,7 +203,7 @@ def shrink_program(
             tl.store(target, v, mask=has_row[:, None] & (rank_index < rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_vk", "num_items", "num_arrivals"])
 def shrink_kernel(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
@@ -236,6 +236,9 @@ def shrink_kernel(
     [T, S, G, 4], see :mod:`loraplex.kernels.tile`. The counters at which the programs of the
     consumer meet are set to zero.
     """
+    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
+    stride_vk = stride_vk // 8 * 8
+
     # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()

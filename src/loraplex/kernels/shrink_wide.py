@@ -123,7 +123,7 @@ def wide_item(
         tl.store(target, v, mask=has_row[:, None] & is_live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_vk", "num_tiles", "num_programs", "num_arrivals"])
 def shrink_wide_kernel(
     x_ptr, stride_xm, stride_xk,
     entries_ptr, stride_el,
@@ -157,6 +157,9 @@ def shrink_wide_kernel(
     ``num_tiles`` tiles has ``num_programs`` programs for every block of columns and part of K, and
     behind them all one for each slice's groups.
     """
+    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
+    stride_vk = stride_vk // 8 * 8
+
     # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()
