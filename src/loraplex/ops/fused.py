@@ -34,8 +34,8 @@ def run_fused(
 
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
-    tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
-    num_whole = _whole_tiles(tiles, config, x.device)
+    tiles = count_tiles(x.shape[0], routed.slices, block_m, block_n)
+    num_whole = whole_tiles(tiles, config, x.device)
     # parts of a tile that several programs compute, the LoRA part among them, and who has arrived
     parts = split_k + 1 if split_k > 1 else 0 if num_whole is None else 2
     met = tiles - (num_whole or 0) if parts else 0
@@ -83,7 +83,12 @@ def run_fused(
     return y
 
 
-def _whole_tiles(tiles: int, config: Config, device: torch.device) -> int | None:
+def count_tiles(num_tokens: int, slices: tuple[int, ...], block_m: int, block_n: int) -> int:
+    """Tiles of an output [num_tokens, N] whose slices begin tiles of their own."""
+    return -(-num_tokens // block_m) * sum(-(-width // block_n) for width in slices)
+
+
+def whole_tiles(tiles: int, config: Config, device: torch.device) -> int | None:
     """How many tiles come before a last wave so small that halves of its tiles fit; None if it is
     larger, or the rule does not want them halved."""
     at_a_time = count_at_a_time(device, config["num_warps"])
@@ -100,7 +105,7 @@ def _run_single_launch(
 
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
-    tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
+    tiles = count_tiles(x.shape[0], routed.slices, block_m, block_n)
     has_lora_part = bool(config["has_lora_part"])
     planes = torch.empty(
         (split_k + has_lora_part - 1, tiles, block_m, block_n), dtype=torch.float32, device=x.device
@@ -166,7 +171,7 @@ def _run_specialized(
 
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
-    tiles = -(-x.shape[0] // block_m) * sum(-(-width // block_n) for width in routed.slices)
+    tiles = count_tiles(x.shape[0], routed.slices, block_m, block_n)
     planes = torch.empty(
         (split_k - 1, tiles, block_n, block_m), dtype=torch.float32, device=x.device
     )

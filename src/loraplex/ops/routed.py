@@ -143,17 +143,29 @@ def check_bias(bias: Tensor | None, x: Tensor, out_features: int) -> None:
 
 def problem_of(op: str, x: Tensor, routed: Routed, weight: Tensor | None = None) -> Problem:
     """What the choice for one call may depend on."""
+    return problem_on(op, x, routed.slices, routed.entries.shape[0], routed.layout, weight)
+
+
+def problem_on(
+    op: str,
+    x: Tensor,
+    slices: tuple[int, ...],
+    num_adapters: int,
+    layout: Layout,
+    weight: Tensor | None = None,
+) -> Problem:
+    """The same without a routing: the choice depends on x and on what a table can hold."""
     return Problem(
         op,
         m=x.shape[0],
         k=x.shape[1],
-        slices=routed.slices,
-        num_adapters=routed.entries.shape[0],
-        max_rank=routed.layout.max_rank,
+        slices=slices,
+        num_adapters=num_adapters,
+        max_rank=layout.max_rank,
         dtype=dtype_name(x.dtype),
         arch=arch_of(x.device),
         is_vectorizable=(
-            routed.layout.rank_multiple == 8
+            layout.rank_multiple == 8
             and has_aligned_rows(x)
             and (weight is None or has_aligned_rows(weight))
         ),

@@ -2,5 +2,6 @@
 
 from loraplex.tuning.choose import Choice, choose
 from loraplex.tuning.problem import Problem
+from loraplex.tuning.stretches import Stretch, stretches
 
-__all__ = ["Choice", "Problem", "choose"]
+__all__ = ["Choice", "Problem", "Stretch", "choose", "stretches"]
