@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,14 @@ from torch.nn import functional as F
 
 from loraplex.engines.vllm.op import AdoptedLayer
 from loraplex.errors import LoraplexError
+from loraplex.ops.sizes import sizes_to_compile
 
-CHECK_ROWS = 8
-# up to here the engine captures CUDA graphs, for which it runs every size itself
-FIRST_LONG = 1024
-# kernels are compiled apart for numbers of rows that are multiples of 16 and for others
-OTHER = 3
+# every layer has a size of at most so many rows, the smallest height of a routing's tiles
+CHECK_ROWS = 16
 
 
 def rehearse(layers: dict[str, AdoptedLayer], modules: dict[str, Any]) -> None:
-    """Run the layers of each shape with empty slots, on few rows and on many.
+    """Run the layers of each shape with empty slots, on numbers of rows that compile all kernels.
 
     Args:
         layers: adopted layers by module name; modules: vLLM's layers by the same names.
@@ -35,11 +32,12 @@ def rehearse(layers: dict[str, AdoptedLayer], modules: dict[str, Any]) -> None:
         weight = _plain_weight(layer, modules[name])
         bias = None if weight is None else modules[name].base_layer.bias
         table = layer.slots.table
-        kind = (table.in_features, table.slices, weight is None, bias is None)
+        stride = None if weight is None else weight.stride()
+        kind = (table.in_features, table.slices, table.rank_multiple, stride, bias is None)
         if kind in seen:
             continue
         seen.add(kind)
-        for rows in _sizes(layer.step.max_tokens):
+        for rows in _sizes(layer, weight):
             # slot 0 of every token, which is empty
             layer.step.set_(np.zeros(rows, dtype=np.int64))
             x = torch.randn(rows, table.in_features, dtype=table.dtype, device=table.device)
@@ -71,8 +69,8 @@ def _run(
         raise LoraplexError(f"{name} without adapters must be its base layer, and is not")
 
 
-def _sizes(max_tokens: int) -> Iterator[int]:
-    yield CHECK_ROWS
-    sizes = sorted({min(FIRST_LONG, max_tokens), max_tokens})
-    for rows in sizes:
-        yield from (rows, rows - OTHER)
+def _sizes(layer: AdoptedLayer, weight: Tensor | None) -> list[int]:
+    step, table = layer.step, layer.slots.table
+    op = "add_lora" if weight is None else "lora_linear"
+    x = torch.empty(1, table.in_features, dtype=table.dtype, device=table.device)
+    return sizes_to_compile(op, x, table, step.max_tokens, weight, step.impl)
