@@ -177,8 +177,9 @@ METHODS = {"plain": UnquantizedLinearMethod, "doubling": DoublingMethod}
 def sgl(device: torch.device) -> SimpleNamespace:
     """``backend(slots, impl)``, ``layer(...)`` and ``begin(...)`` on the device of the run."""
 
-    def backend(slots: int, impl: str = "auto") -> Any:
-        created = make_backend(Parent, lambda kind: kind is None)(slots, device)
+    def backend(slots: int, impl: str = "auto", max_tokens: int = 0) -> Any:
+        made = make_backend(Parent, lambda kind: kind is None, lambda: max_tokens)
+        created = made(slots, device)
         created.dense.impl = impl
         return created
 

@@ -246,3 +246,31 @@ def test_graph_follows_slots_and_rows(impl: str, sgl: Any, device: torch.device)
         torch.cuda.synchronize()
         for layer, output in zip(layers, outputs, strict=True):
             assert_right(layer, output, x, rows, scalings)
+
+
+@pytest.mark.parametrize("method", ["plain", "doubling"])
+def test_kinds_of_layers_are_rehearsed_once(
+    method: str, sgl: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step, and without a trace in it."""
+    made = sgl.backend(5, "triton", max_tokens=40)
+    rows: list[int] = []
+    run = made.dense._run
+
+    def spy(module: Any, layer: Any, x: Tensor, *rest: Any) -> Tensor:
+        rows.append(x.shape[0])
+        output: Tensor = run(module, layer, x, *rest)
+        return output
+
+    monkeypatch.setattr(made.dense, "_run", spy)
+    layers = [sgl.layer(5, method=method) for _ in range(2)]
+    layers.append(sgl.layer(5, method=method, slices=(32, 16)))
+    for layer in layers:
+        for slot, rank in enumerate(RANKS):
+            if rank:
+                layer.load(slot, rank)
+    slots = sgl.begin(made, SLOTS, RANKS, SCALINGS, LENGTHS)
+    x = torch.randn(len(slots), 64, device=device)
+    for layer in layers:
+        assert_right(layer, layer.forward(made, x), x, slots, SCALINGS)
+    assert rows == [16, 32, 40, len(slots), len(slots), 16, 32, 40, len(slots)]

@@ -28,6 +28,9 @@ class ServerArgs:
     lora_backend: Annotated[str, ARG] = "csgmv"
 
 
+SCHEDULE = SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=16384)
+
+
 class TritonV2LoRABackend:
     name = "triton_v2"
 
@@ -48,6 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "srt.lora.backend.triton_v2_backend": {"TritonV2LoRABackend": TritonV2LoRABackend},
         "srt.lora.dense.plan": {"DenseLoraKind": SimpleNamespace(LINEAR="linear")},
         "srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: False},
+        "srt.runtime_context": {"get_schedule": lambda: SCHEDULE},
         "srt.server_args": {"ServerArgs": ServerArgs},
         "srt.arg_groups.lora_hook": {"resolving_view": lambda args: args},
     }
@@ -82,6 +86,9 @@ def test_known_version_gets_the_backend(
     assert issubclass(made, TritonV2LoRABackend)
     assert made.name == "triton_v2"
     assert [made.is_linear(kind) for kind in (None, "linear", "embedding")] == [True, True, False]
+    assert made.most_tokens() == 16384
+    monkeypatch.setattr(SCHEDULE, "chunked_prefill_size", 8192)
+    assert made.most_tokens() == 8192
     # for SGLang's checks of its arguments, it is the backend that it extends
     args = SimpleNamespace(lora_backend="loraplex", tp_size=2)
     view = fake.hook.resolving_view(args)

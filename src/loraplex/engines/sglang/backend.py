@@ -29,9 +29,16 @@ class FusedLinear(_Parent):  # type: ignore[misc]
         """Whether SGLang means a plain linear layer; see :func:`make_backend`."""
         raise NotImplementedError
 
+    @staticmethod
+    def most_tokens() -> int:
+        """Most rows of a step outside of graphs; see :func:`make_backend`."""
+        raise NotImplementedError
+
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs: Any) -> None:
         super().__init__(max_loras_per_batch, device, **kwargs)
-        self.dense = DenseLora(max_loras_per_batch, torch.device(device))
+        self.dense = DenseLora(
+            max_loras_per_batch, torch.device(device), max_tokens=self.most_tokens()
+        )
         logger.info("loraplex %s: LoRA backend is on", __version__)
 
     def prepare_lora_batch(
@@ -92,14 +99,21 @@ class FusedLinear(_Parent):  # type: ignore[misc]
         return output if all_reduce is None else all_reduce(output)
 
 
-def make_backend(parent: Any, is_linear: Callable[[Any], bool]) -> Any:
+def make_backend(
+    parent: Any, is_linear: Callable[[Any], bool], most_tokens: Callable[[], int]
+) -> Any:
     """The backend class.
 
     Args:
         parent: SGLang's ``TritonV2LoRABackend``.
         is_linear: whether the ``kind`` that SGLang passes is a plain linear layer.
+        most_tokens: how many rows a step outside of graphs may have.
     """
     # SGLang asks for the name "triton_v2" where it decides how MoE and MLA layers work together
     # with their backend. There this class is triton_v2, so it keeps the parent's name.
-    members = {"is_linear": staticmethod(is_linear), "__module__": __name__}
+    members = {
+        "is_linear": staticmethod(is_linear),
+        "most_tokens": staticmethod(most_tokens),
+        "__module__": __name__,
+    }
     return type("LoraplexBackend", (FusedLinear, parent), members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from loraplex.ops.add_lora import add_lora_
 from loraplex.ops.impls import resolve
 from loraplex.ops.lora_linear import lora_linear
 from loraplex.ops.routed import Layout, Routed, layout_of, problem_of
+from loraplex.ops.sizes import sizes_to_compile
 from loraplex.routing import Routing
 from loraplex.table import AdapterTable
 
@@ -43,15 +45,20 @@ class DenseLora:
         num_slots: SGLang's ``max_loras_per_batch``.
         device: where model and pools are.
         impl: implementation of :func:`loraplex.lora_linear`; ``"auto"`` asks the tuning tables.
+        max_tokens: rows up to which kernels are compiled when a kind of layer is first run.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, impl: str = "auto") -> None:
+    def __init__(
+        self, num_slots: int, device: torch.device, impl: str = "auto", max_tokens: int = 0
+    ) -> None:
         # tensors on `cuda` say `cuda:0`, and so must whatever is compared with them
         self.device = torch.empty(0, device=device).device
         self.book = SlotBook(num_slots, self.device)
         self.steps = StepRouting(num_slots, self.device)
         self.impl = impl
+        self.max_tokens = max_tokens
         self._layers: dict[Any, Layer] = {}
+        self._rehearsed: set[tuple[Any, ...]] = set()
 
     def begin(self, slots: Sequence[int], ranks: Sequence[int], scalings: Sequence[float]) -> None:
         """Start a step whose requests use these slots; ranks and scalings are those of all."""
@@ -81,6 +88,7 @@ class DenseLora:
         layer = Layer(pools, self.book.add(pools))
         self._layers[module] = layer
         module.on_lora_slots_updated = self.book.renew
+        self._rehearse(module, layer, x)
         return layer
 
     def forward(
@@ -97,7 +105,11 @@ class DenseLora:
             x: [M, K]; token_slots: int32 [M], -1 = base only.
             base_fn: what SGLang computes without adapters, [M, N or more].
         """
-        routing = self.steps.get(token_slots)
+        return self._run(module, layer, x, self.steps.get(token_slots), base_fn)
+
+    def _run(
+        self, module: Any, layer: Layer, x: Tensor, routing: Routing, base_fn: Callable[[], Tensor]
+    ) -> Tensor:
         count = x.shape[0]
         if count not in layer.is_fused:
             layer.is_fused[count] = self._is_fused(module, layer.table, x, routing)
@@ -107,9 +119,39 @@ class DenseLora:
             return lora_linear(x, base.weight, layer.table, routing, bias, impl=self.impl)
         output = base_fn()
         part = output[:, : layer.table.out_features]
-        impl = "triton" if self.impl in ("fused", "gemm_add") else self.impl
-        add_lora_(part, x, layer.table, routing, impl=impl)
+        add_lora_(part, x, layer.table, routing, impl=self._add_impl)
         return output
+
+    @property
+    def _add_impl(self) -> str:
+        return "triton" if self.impl in ("fused", "gemm_add") else self.impl
+
+    def _rehearse(self, module: Any, layer: Layer, x: Tensor) -> None:
+        """Run a layer of a new kind on base rows, on numbers of rows that compile all its kernels.
+
+        SGLang runs every layer before it captures graphs, but only with the sizes of graphs; the
+        first prefill outside of them would wait for the compiler.
+        """
+        table = layer.table
+        weight = module.base_layer.weight if has_plain_weight(module, table, x) else None
+        kind = (
+            table.in_features, table.slices, table.dtype, table.rank_multiple,
+            None if weight is None else (weight.stride(), module.base_layer.bias is None),
+        )  # fmt: skip
+        if kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        sizes = set(sizes_to_compile("add_lora", x, table, self.max_tokens, impl=self._add_impl))
+        if weight is not None:
+            sizes |= set(
+                sizes_to_compile("lora_linear", x, table, self.max_tokens, weight, self.impl)
+            )
+        for rows in sorted(sizes):
+            sample = x.new_zeros(rows, table.in_features)
+            slots = torch.full((rows,), -1, dtype=torch.int32, device=x.device)
+            routing = Routing.from_indices(slots, num_adapters=self.book.num_slots)
+            base_fn = functools.partial(x.new_zeros, (rows, table.out_features))
+            self._run(module, layer, sample, routing, base_fn)
 
     def _is_regular(self, x: Tensor, a: Tensor, b: Tensor, slices: tuple[int, ...]) -> bool:
         """Whether pools and input have the layout that a table describes."""

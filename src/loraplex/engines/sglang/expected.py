@@ -27,6 +27,8 @@ _POOL = "srt/lora/mem_pool.py"
 _UNQUANTISED = "srt/layers/quantization/unquant.py"
 _FIELDS = "srt/arg_groups/fields/lora.py"
 _HOOK = "srt/arg_groups/lora_hook.py"
+_CONTEXT = "srt/runtime_context.py"
+_SCHEDULE = "srt/arg_groups/fields/schedule.py"
 
 _COLUMN_BIAS = "bias = self.base_layer.bias if not self.base_layer.skip_bias_add else None"
 _ACTIVE = "if self.lora_active:"
@@ -71,6 +73,10 @@ EXPECTED = (
     Expected("srt/lora/dense/plan.py", "DenseLoraKind.LINEAR"),
     Expected("srt/batch_invariant_ops/batch_invariant_ops.py", "is_batch_invariant_mode_enabled",
              ()),
+    # how many tokens a step may have
+    Expected(_CONTEXT, "get_schedule", ()),
+    Expected(_SCHEDULE, "Schedule.chunked_prefill_size"),
+    Expected(_SCHEDULE, "Schedule.max_prefill_tokens"),
     # the layers that call it: what base_fn computes, and who reduces
     Expected(
         _LAYERS, "ColumnParallelLinearWithLoRA.forward", ("self", "input_"),

@@ -83,13 +83,20 @@ def _make_ours() -> Any:
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
     from sglang.srt.lora.backend.triton_v2_backend import TritonV2LoRABackend
     from sglang.srt.lora.dense.plan import DenseLoraKind
+    from sglang.srt.runtime_context import get_schedule
 
     def is_linear(kind: Any) -> bool:
         # batch-invariant mode replaces the GEMMs themselves; ours would undo it
         is_plain = kind is None or kind is DenseLoraKind.LINEAR
         return is_plain and not is_batch_invariant_mode_enabled()
 
-    return make_backend(TritonV2LoRABackend, is_linear)
+    def most_tokens() -> int:
+        schedule = get_schedule()
+        # without chunks it is none or -1, and the budget of a prefill batch counts
+        chunk = int(schedule.chunked_prefill_size or 0)
+        return chunk if chunk > 0 else int(schedule.max_prefill_tokens)
+
+    return make_backend(TritonV2LoRABackend, is_linear, most_tokens)
 
 
 def _make_own_default() -> Any:
