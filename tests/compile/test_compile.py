@@ -56,7 +56,7 @@ def kernel_names() -> set[str]:
     for path in (ROOT / "src" / "loraplex" / "kernels").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                decorators = {ast.unparse(d) for d in node.decorator_list}
+                decorators = {ast.unparse(d).partition("(")[0] for d in node.decorator_list}
                 assert decorators & {"triton.jit", "gluon.jit"}, node.name
                 names.add(node.name)
     return names

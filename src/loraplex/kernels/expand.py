@@ -48,9 +48,6 @@ def expand_kernel(
 
     y [M, N]; v and groups from the shrink; bias is what y holds already.
     """
-    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
-    stride_vk = stride_vk // 8 * 8
-
     # which tile; a tile without adapters is left alone
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     part, start, width, first = locate_slice(tl.program_id(1), SLICES, BLOCK_N)

@@ -84,9 +84,6 @@ def lora_linear_kernel(
     HALVES_TAIL: the tiles from ``num_whole`` on have two programs, half of K each, which meet on
     planes [tiles - num_whole, 2, BLOCK_M * BLOCK_N].
     """
-    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
-    stride_vk = stride_vk // 8 * 8
-
     # which tile; those of the last wave may be halves, two programs each
     number = tl.program_id(0)
     tiles = tl.num_programs(0)

@@ -197,7 +197,8 @@ def shrink_program(
                 K, SPLIT_K, ITEM_M, BLOCK_R, BLOCK_K, LANES, STAGES, PRECISION,
             )  # fmt: skip
             # scaled before rounding, so that a large x A^T with a small scale stays finite
-            target = v_ptr + split.to(tl.int64) * stride_vk + part * stride_vs
+            # planes are whole groups of 8, which the compiler sees by this
+            target = v_ptr + split.to(tl.int64) * (stride_vk // 8 * 8) + part * stride_vs
             target += row.to(tl.int64)[:, None] * stride_vm + rank_index[None, :]
             v = (acc * scaling).to(v_ptr.dtype.element_ty)
             tl.store(target, v, mask=has_row[:, None] & (rank_index < rank)[None, :])
@@ -236,9 +237,6 @@ def shrink_kernel(
     [T, S, G, 4], see :mod:`loraplex.kernels.tile`. The counters at which the programs of the
     consumer meet are set to zero.
     """
-    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
-    stride_vk = stride_vk // 8 * 8
-
     # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()

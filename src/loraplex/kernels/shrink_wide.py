@@ -117,7 +117,8 @@ def wide_item(
             K, SPLIT_K, RANK_MULTIPLE, ITEM_M, BLOCK_R, BLOCK_K, STAGES, PRECISION,
         )  # fmt: skip
         # scaled before rounding, so that a large x A^T with a small scale stays finite
-        target = v_ptr + split.to(tl.int64) * stride_vk
+        # planes are whole groups of 8, which the compiler sees by this
+        target = v_ptr + split.to(tl.int64) * (stride_vk // 8 * 8)
         target += row.to(tl.int64)[:, None] * stride_vm + column[None, :]
         v = (acc * scaling[None, :]).to(v_ptr.dtype.element_ty)
         tl.store(target, v, mask=has_row[:, None] & is_live[None, :])
@@ -157,9 +158,6 @@ def shrink_wide_kernel(
     ``num_tiles`` tiles has ``num_programs`` programs for every block of columns and part of K, and
     behind them all one for each slice's groups.
     """
-    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
-    stride_vk = stride_vk // 8 * 8
-
     # x is final before the consumer may start, which reads x without waiting
     if PDL:
         gdc_wait()

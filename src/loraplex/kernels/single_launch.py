@@ -127,9 +127,6 @@ def single_launch_kernel(
     The adapters are one more part of each tile (HAS_LORA_PART); or the first part walks LORA_STEPS
     blocks of K less than the others and adds them when EXPAND_AT eighths of its walk are done.
     """
-    # planes of v are whole groups of 8, which the compiler sees by this: a hint here would be lost
-    stride_vk = stride_vk // 8 * 8
-
     # blocks of K, those of the parts without the adapters, and of the one with
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     WANTED: tl.constexpr = (STEPS + LORA_STEPS + SPLIT_K - 1) // SPLIT_K

@@ -138,6 +138,8 @@ def load_v(
     their groups then; one plane is loaded in place, which can happen asynchronously.
     """
     GROUPS: tl.constexpr = BLOCK_R // 8
+    # whole groups of 8, which the compiler sees by this: a hint on an argument would be lost
+    stride_vk = stride_vk // 8 * 8
     lane = tl.arange(0, 8)[None, None, :]
     is_own = row_place[:, None, None] == place[None, :, None]
     if RANK_MULTIPLE == 8:
