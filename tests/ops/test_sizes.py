@@ -75,9 +75,6 @@ def unspecialised(kernel: Any) -> set[str]:
         names = {param.name for param in kernel.params if param.do_not_specialize}
     else:
         names = set(kernel.kwargs["do_not_specialize"] or ())
-    if "MOST_POLLS" in kernel.arg_names:
-        # the specialised launch, which has yet to be told
-        names |= {"num_tokens", "num_items", "num_workers", "stride_vk"}
     return names
 
 

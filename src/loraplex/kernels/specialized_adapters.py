@@ -73,11 +73,12 @@ def begin_copy(
 
 
 @gluon.jit
-def tell_and_wait(counters_ptr, has_shares, has_blocks, num_workers, MOST_POLLS: gl.constexpr):
-    """Tell that this program's shares are done, and wait for the others': number of looks.
+def meet(counters_ptr, has_shares, has_blocks, num_workers, MOST_POLLS: gl.constexpr):
+    """Tell that this program's shares are done, and wait for the others'.
 
     Who looks at many words again and again is in the way of their writers, so a counter says when.
-    It orders nothing: only a word itself says that it is there.
+    It orders nothing: only a word itself says that it is there. Warps wait apart, so nothing that
+    they have to agree on may come of it.
     """
     polls = 0
     if has_shares:
@@ -85,7 +86,6 @@ def tell_and_wait(counters_ptr, has_shares, has_blocks, num_workers, MOST_POLLS:
     if has_blocks:
         while (polls < MOST_POLLS) & (gl.load(counters_ptr, volatile=True) < num_workers):
             polls += 1
-    return polls
 
 
 @gluon.jit
@@ -110,6 +110,25 @@ def look_for_v(
         v += (word & -0x100).to(gl.float32, bitcast=True)
     others = gl.where(mask, others & 0xFF, 0)
     return v, gl.max(gl.max(others, axis=1), axis=0) == 0
+
+
+@gluon.jit
+def wait_for_v(
+    v_ptr, stride_vk, stride_vm, flag,
+    row, row_rank,
+    V_SPLIT_K: gl.constexpr, RANKS: gl.constexpr, ROW: gl.constexpr, MOST_POLLS: gl.constexpr,
+):  # fmt: skip
+    """The same once all of it is there, or as it is after so many looks."""
+    v, is_there = look_for_v(
+        v_ptr, stride_vk, stride_vm, flag, row, row_rank, V_SPLIT_K, RANKS, ROW
+    )
+    polls = 0
+    while (not is_there) & (polls < MOST_POLLS):
+        v, is_there = look_for_v(
+            v_ptr, stride_vk, stride_vm, flag, row, row_rank, V_SPLIT_K, RANKS, ROW
+        )
+        polls += 1
+    return v, is_there
 
 
 @gluon.jit
@@ -216,7 +235,12 @@ def adapter_role(
     TILE: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [32 // LANES_R, PER_BLOCK, RANKS // 8], [NUM_WARPS, 1, 1], [2, 1, 0]
     )
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANKS, RANKS // 8], [NUM_WARPS, 1], [1, 0])
+    # Every word of v is looked at by one thread: of two that look, one may see it and one not.
+    PER_THREAD: gl.constexpr = BLOCK_M * RANKS // (32 * NUM_WARPS)
+    WORDS: gl.constexpr = PER_THREAD if PER_THREAD < 8 else 8
+    ROW: gl.constexpr = gl.BlockedLayout(
+        [1, WORDS], [32 * WORDS // RANKS, RANKS // WORDS], [NUM_WARPS, 1], [1, 0]
+    )
     LANES_P: gl.constexpr = PLACES if PLACES < 32 else 32
     SELECT: gl.constexpr = gl.BlockedLayout(
         [1, 1], [32 // LANES_P, LANES_P], [NUM_WARPS, 1], [1, 0]
@@ -252,7 +276,6 @@ def adapter_role(
         NUM_SLICES, V_SPLIT_K, TILE_M, ITEM_M, RANK_BLOCKS, SHRINK_R,
     )  # fmt: skip
     there = gl.load(plan_ptr + 1)
-
     # ... then of the tile's adapters and of the share's what the table says
     is_place = has_lora & (place < num_places)
     place_slot = gl.where(is_place, place_slot, 0)
@@ -317,21 +340,17 @@ def adapter_role(
         )  # fmt: skip
         # what this program has left for itself is there after this
         thread_barrier()
-        polls = 0
         if BLOCK_M > FEW_ROWS:
             if not has_told:
-                polls = tell_and_wait(
-                    counters_ptr, pid < num_workers, num_blocks > 0, num_workers, MOST_POLLS
-                )
+                meet(counters_ptr, pid < num_workers, num_blocks > 0, num_workers, MOST_POLLS)
         has_told = True
         is_over = num_blocks == 0
-        while (not is_over) & (polls <= MOST_POLLS):
-            v, is_over = look_for_v(
+        if not is_over:
+            v, is_over = wait_for_v(
                 v_ptr + part * stride_vs, stride_vk, stride_vm, flag,
                 row, row_rank,
-                V_SPLIT_K, RANKS, ROW,
+                V_SPLIT_K, RANKS, ROW, MOST_POLLS,
             )  # fmt: skip
-            polls += 1
             if is_over:
                 feed_blocks(
                     v, num_blocks, row_place, b_address, stride_bn, place_rank, place, column,
