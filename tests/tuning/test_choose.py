@@ -76,6 +76,13 @@ def test_conditions(when: dict[str, Any], holds: bool) -> None:
     assert module.matches(when, PROBLEM) is holds
 
 
+@pytest.mark.parametrize(("m", "holds"), [(4, True), (5, False)])
+def test_no_more_adapters_occur_than_tokens(m: int, holds: bool) -> None:
+    """A step with few tokens of a large pool has the rules of a small pool."""
+    step = replace(PROBLEM, m=m, num_adapters=256)
+    assert module.matches({"max_adapters": 4}, step) is holds
+
+
 def test_every_condition_is_tested() -> None:
     parametrize = next(m for m in test_conditions.pytestmark if m.name == "parametrize")
     tested = {key for when, _ in parametrize.args[1] for key in when}

@@ -88,6 +88,8 @@ def choose(problem: Problem, impl: str = "") -> Choice:
 def matches(when: Mapping[str, Any], problem: Problem) -> bool:
     """Whether all conditions of a rule hold."""
     facts = {"m": problem.m, "k": problem.k, "n": problem.n}
+    # no more can occur than there are tokens, however large the pool is
+    most_adapters = min(problem.num_adapters, problem.m)
     for key, want in when.items():
         bound, _, name = key.partition("_")
         if key == "dtype":
@@ -99,7 +101,7 @@ def matches(when: Mapping[str, Any], problem: Problem) -> bool:
         elif key == "max_rank":
             holds = problem.max_rank <= want
         elif key == "max_adapters":
-            holds = problem.num_adapters <= want
+            holds = most_adapters <= want
         elif key == "is_vectorizable":
             holds = problem.is_vectorizable == want
         else:

@@ -60,6 +60,8 @@ def _bounds(problem: Problem) -> Iterator[int]:
                 yield when["max_m"]
             if "min_m" in when:
                 yield when["min_m"] - 1
+            if "max_adapters" in when:
+                yield when["max_adapters"]
 
 
 def _is_same(one: Choice, other: Choice) -> bool:
