@@ -83,4 +83,4 @@ def test_only_a_last_wave_that_fits_is_halved(
     # the package has a function of the module's name
     module: Any = importlib.import_module("loraplex.ops.fused")
     config = {"halves_tail": halves_tail, "num_warps": 8}
-    assert module._whole_tiles(tiles, config, torch.device("cpu")) == whole
+    assert module.whole_tiles(tiles, config, torch.device("cpu")) == whole
