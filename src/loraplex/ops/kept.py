@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class Call:
         has_counters: whether programs meet on counters.
         reads_early: whether launches in a graph may read before their predecessors end.
         hooks: of each launch what is to be called before it.
+        read: addresses of the other tensors of calls whose tensors count as read.
     """
 
     problem: Problem
@@ -79,6 +80,7 @@ class Call:
     reads_early: bool
     launches: list[Launch]
     hooks: list[list[Any]]
+    read: set[tuple[int, ...]] = field(default_factory=set)
 
 
 def ask(
@@ -135,8 +137,14 @@ def repeat(asked: Asked, read: Callable[[], Sequence[Tensor]]) -> Tensor | None:
         return None
     addresses = [*asked.addresses, made, counters, *[start + room for room in call.rooms]]
     if call.reads_early:
-        # they count as read from now on; only a graph's launch reads them early
-        are_settled(*read())
+        # They count as read from now on; only a graph's launch reads them early. Who writes to one
+        # of them takes that back, and then the first launch of a graph waits once.
+        others = tuple(asked.addresses[1:])
+        if others not in call.read:
+            if len(call.read) >= MOST_CALLS:
+                call.read.clear()
+            are_settled(*read())
+            call.read.add(others)
     stream = current_stream(device)
     for launch in call.launches:
         launch.repeat(stream, addresses)
