@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,6 +80,29 @@ def test_more_streams_than_rows(stream: list[int]) -> None:
     stream[0] = 0
     counters_of(GPU, 1)
     counters_of(torch.device("cuda", 1), 1)
+
+
+def test_threads_that_come_at_once_get_rows_of_their_own(
+    stream: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(index: int) -> int:
+        number = row_number(index)
+        time.sleep(0.01)
+        return number
+
+    row_number = counters._row_number
+    monkeypatch.setattr(counters, "_row_number", slowly)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda _: threading.get_ident(), raising=False
+    )
+    meet = threading.Barrier(8)
+
+    def first_call(_: int) -> int:
+        meet.wait()
+        return counters_of(GPU, 1).data_ptr()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(first_call, range(8)))) == 8
 
 
 def test_nothing_reserved_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ replayed at the same time on two.
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ EXCHANGE_WORDS = 262144
 BLOCK = 16
 
 _rows: dict[tuple[int, int], Tensor] = {}
+# two threads with new streams must not be given one row
+_lock = threading.Lock()
 
 
 @functools.cache
@@ -72,11 +75,15 @@ def counters_of(device: torch.device, count: int) -> Tensor:
     index = device.index
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     row = _rows.get(key)
-    if row is None:
-        number = _row_number(index)
-        row = _block(index, number // BLOCK)[number % BLOCK]
-        _rows[key] = row
-    return row
+    return _new_row(key) if row is None else row
+
+
+def _new_row(key: tuple[int, int]) -> Tensor:
+    with _lock:
+        if key not in _rows:
+            number = _row_number(key[0])
+            _rows[key] = _block(key[0], number // BLOCK)[number % BLOCK]
+        return _rows[key]
 
 
 def _row_number(index: int) -> int:

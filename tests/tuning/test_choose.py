@@ -62,6 +62,8 @@ def rule(impl: str, **when: Any) -> dict[str, Any]:
         ({"min_n": 5120, "max_n": 5120}, True),
         ({"min_n": 5121}, False),
         ({"max_n": 5119}, False),
+        ({"max_slices": 2}, True),
+        ({"max_slices": 1}, False),
         ({"max_rank": 16}, True),
         ({"max_rank": 15}, False),
         ({"max_adapters": 8}, True),
@@ -161,13 +163,23 @@ def test_unknown_keys_are_errors(table: Any, words: str, own_table: Write) -> No
 
 
 def test_a_specialised_launch_needs_two_stages(own_table: Write) -> None:
-    linear = {"is_specialized": 1, "num_warps": 4, "occupancy": 1}
+    linear = {"is_specialized": 1, "num_warps": 4, "occupancy": 1, "block_r": 64}
     for stages in ({"num_stages": 1}, {}):
         own_table({"lora_linear": [{"impl": "a", "linear": {**linear, **stages}}]})
         with pytest.raises(LoraplexError, match="rule 0 .*: num_stages .* at least 2, got"):
             choose(PROBLEM)
     own_table({"lora_linear": [{"impl": "a", "linear": {**linear, "num_stages": 2}}]})
     assert choose(PROBLEM).impl == "a"
+
+
+@pytest.mark.parametrize("block_r", [8, 48, 512])
+def test_columns_of_a_specialised_launch(block_r: int, own_table: Write) -> None:
+    linear = {
+        "is_specialized": 1, "num_warps": 4, "occupancy": 1, "num_stages": 2, "block_r": block_r,
+    }  # fmt: skip
+    own_table({"lora_linear": [{"impl": "a", "linear": linear}]})
+    with pytest.raises(LoraplexError, match=f"power of two from 16 to 256, got {block_r}"):
+        choose(PROBLEM)
 
 
 def test_n_is_the_sum_of_the_slices() -> None:

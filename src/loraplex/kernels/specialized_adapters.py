@@ -193,6 +193,8 @@ def close_launch(counters_ptr, exchange_ptr, number, num_words, NUM_WARPS: gl.co
                 gl.store(exchange_ptr + EXCHANGE_HEADER + first + word, 0, mask=mask)
             number = 0
             most = 0
+        # every warp has read what is written now
+        thread_barrier()
         gl.store(exchange_ptr, number)
         gl.store(exchange_ptr + 1, most)
 
@@ -313,18 +315,17 @@ def adapter_role(
                 RANKS, SELECT, SPREAD, COPY, DTYPE,
             )  # fmt: skip
         async_copy.commit_group()
-    # one tile of the plan: as many shares as there are items; else as many as there could be
+    # one tile of the plan: as many as there are items; else as many as there could be
     num_shares = gl.where(plan_tiles == 1, there * PER_ITEM, most_shares)
     share = gl.where(pid < num_workers, pid, num_shares)
     if PDL and IS_SETTLED:
         gdc_wait()
     exchange_ptr = counters_ptr + EXCHANGE
     number = gl.load(exchange_ptr, volatile=True)
-    flag = number + 1
     v_ptr = exchange_ptr + EXCHANGE_HEADER
 
     # the shares; then the blocks, which need the shares of all programs
-    has_told = False
+    is_alone = False
     is_over = False
     while not is_over:
         run_shares(
@@ -332,7 +333,7 @@ def adapter_role(
             x_ptr, stride_xm,
             plan_ptr,
             entries_ptr, stride_el,
-            v_ptr, stride_vk, stride_vm, stride_vs, flag,
+            v_ptr, stride_vk, stride_vm, stride_vs, number + 1,
             a, a_address, stride_ar, x_row, v_row, num_rows, k_part, share_part, first_rank, rank,
             scaling,
             K, NUM_SLICES, V_SPLIT_K, TILE_M, ITEM_M, RANK_BLOCKS, SHRINK_R, SHRINK_K, X, A,
@@ -341,24 +342,25 @@ def adapter_role(
         # what this program has left for itself is there after this
         thread_barrier()
         if BLOCK_M > FEW_ROWS:
-            if not has_told:
+            if not is_alone:
                 meet(counters_ptr, pid < num_workers, num_blocks > 0, num_workers, MOST_POLLS)
-        has_told = True
         is_over = num_blocks == 0
         if not is_over:
-            v, is_over = wait_for_v(
-                v_ptr + part * stride_vs, stride_vk, stride_vm, flag,
+            v, is_there = wait_for_v(
+                v_ptr + part * stride_vs, stride_vk, stride_vm, number + 1,
                 row, row_rank,
                 V_SPLIT_K, RANKS, ROW, MOST_POLLS,
             )  # fmt: skip
+            is_over = is_there | is_alone
             if is_over:
                 feed_blocks(
                     v, num_blocks, row_place, b_address, stride_bn, place_rank, place, column,
                     b_tiles, v_tiles, filled, used, BUFFERS, TILE, SELECT, SPREAD, COPY, DTYPE,
                 )  # fmt: skip
         if not is_over:
-            # who has the shares that are missing may have no multiprocessor yet, and this program
-            # may be in its way: it computes all of them, to the same bits
+            # Who has the shares that are missing may have no multiprocessor yet, and this program
+            # may be in its way: it computes all, to the same bits, and looks once more.
+            is_alone = True
             share = 0
             stride_share = 1
             (

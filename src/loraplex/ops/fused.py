@@ -182,6 +182,7 @@ def _run_specialized(
             "is_specialized needs a block_r of at least max_rank, rounded up to a power of two; "
             f"got {config['block_r']} and {most_ranks}"
         )
+    early = (weight, routed.indices, routed.places, routed.plan, routed.entries)
     _check_exchange(shrink["split_k"] * x.shape[0] * len(routed.slices) * most_ranks)
     launch_specialized(
         x,
@@ -202,9 +203,7 @@ def _run_specialized(
         num_items=routed.num_items,
         num_places=routed.num_places,
         num_multiprocessors=count_multiprocessors(x.device),
-        is_settled=are_settled(
-            weight, routed.plan, routed.places, routed.entries, *routed.storages
-        ),
+        is_settled=are_settled(*early, *routed.storages),
         is_dependent=has_dependent_launch(x.device),
         exchange=PER_STREAM,
         most_ranks=most_ranks,

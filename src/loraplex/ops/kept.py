@@ -138,7 +138,7 @@ def repeat(asked: Asked, read: Callable[[], Sequence[Tensor]]) -> Tensor | None:
     addresses = [*asked.addresses, made, counters, *[start + room for room in call.rooms]]
     if call.reads_early:
         # They count as read from now on; only a graph's launch reads them early. Who writes to one
-        # of them takes that back, and then the first launch of a graph waits once.
+        # of them takes that back, as does a tensor that comes where one went: then a graph waits.
         others = tuple(asked.addresses[1:])
         if others not in call.read:
             if len(call.read) >= MOST_CALLS:

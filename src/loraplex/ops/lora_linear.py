@@ -99,7 +99,7 @@ def _lora_linear(
     rows = (indices, places) if bias is None else (indices, places, bias)
     asked = kept.ask((x, weight, entries, plan), rows, slices, layout, impl)
     if asked is not None:
-        y = kept.repeat(asked, lambda: (weight, plan, places, entries, *storages))
+        y = kept.repeat(asked, lambda: (weight, indices, places, plan, entries, *storages))
         if y is not None:
             return y
     routed = Routed(entries, storages, indices, places, plan, tuple(slices), Layout(*layout))

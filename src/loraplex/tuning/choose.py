@@ -17,7 +17,7 @@ from loraplex.tuning.problem import Problem
 OPS = ("lora_linear", "add_lora", "multi_lora", "matmul")
 CONDITIONS = (
     "dtype", "k", "n", "slices", "min_m", "max_m", "min_k", "max_k", "min_n", "max_n",
-    "max_rank", "max_adapters", "is_vectorizable",
+    "max_slices", "max_rank", "max_adapters", "is_vectorizable",
 )  # fmt: skip
 BLOCKS = ("block_m", "block_n", "block_k", "block_r")
 WAYS = (
@@ -44,6 +44,7 @@ WAYS = (
 CONFIG_KEYS = frozenset((*BLOCKS, *WAYS))
 # of the specialised launch: warps that multiply, and programs that share a multiprocessor
 WARPS = ((4, 1), (8, 1), (4, 2))
+MOST_COLUMNS = 256
 KERNELS = ("shrink", "expand", "linear", "matmul", "one_launch")
 
 Config = Mapping[str, int]
@@ -98,6 +99,8 @@ def matches(when: Mapping[str, Any], problem: Problem) -> bool:
             holds = list(problem.slices) == want
         elif key in ("k", "n"):
             holds = facts[key] == want
+        elif key == "max_slices":
+            holds = len(problem.slices) <= want
         elif key == "max_rank":
             holds = problem.max_rank <= want
         elif key == "max_adapters":
@@ -147,6 +150,12 @@ def _check_launch(where: str, linear: Config, shrink: Config) -> None:
         raise LoraplexError(
             f"{where}: num_stages of is_specialized must be at least 2, got "
             f"{linear.get('num_stages')}"
+        )
+    columns = linear.get("block_r", 0)
+    if is_specialized and not (16 <= columns <= MOST_COLUMNS and columns & (columns - 1) == 0):
+        raise LoraplexError(
+            f"{where}: block_r of is_specialized must be a power of two from 16 to {MOST_COLUMNS}, "
+            f"got {columns}"
         )
     warps = (linear.get("num_warps"), linear.get("occupancy"))
     if is_specialized and warps not in WARPS:
