@@ -13,6 +13,7 @@ import torch
 
 from loraplex.bench.layers_batch import Batch
 from loraplex.counters import EXCHANGE_WORDS
+from loraplex.ops.fused import columns_of_adapter
 from loraplex.tuning.choose import Config
 
 ARCH = "sm_90"
@@ -92,7 +93,7 @@ def is_offered(batch: Batch, arch: str) -> bool:
         and batch.dtype in DTYPES
         and batch.m <= MOST_ROWS
         and all(size % 8 == 0 for size in (batch.layer.k, batch.capacity, *batch.ranks))
-        and _columns(batch) <= BLOCK_RS[0]
+        and columns_of_adapter(batch.capacity) <= BLOCK_RS[0]
     )
 
 
@@ -172,11 +173,6 @@ def _shrinks(batch: Batch, linear: Config) -> list[Config]:
     return found or [{"block_r": 16, "block_k": 32, "split_k": 1}]
 
 
-def _columns(batch: Batch) -> int:
-    """Columns that each adapter has in a block: all ranks of its pool, to a power of two."""
-    return max(8, 1 << (batch.capacity - 1).bit_length())
-
-
 def _has_many_adapters(batch: Batch) -> bool:
     return min(batch.num_slots, batch.m) > MANY_ADAPTERS
 
@@ -201,9 +197,10 @@ def _lora_steps(block_k: int, split: int) -> int:
 def _buffers(batch: Batch, shrink: Config, linear: Config) -> Iterator[Config]:
     """Blocks of B and v that fit beside a tile, the widest that may be filled in front."""
     # columns of the adapters that may lie in a tile, whoever occurs
-    columns = min(batch.num_slots, batch.m, linear["block_m"]) * _columns(batch)
+    least = columns_of_adapter(batch.capacity)
+    columns = min(batch.num_slots, batch.m, linear["block_m"]) * least
     widest = next((r for r in reversed(BLOCK_RS) if r >= columns), BLOCK_RS[0])
-    for block_r in (r for r in BLOCK_RS if _columns(batch) <= r <= widest):
+    for block_r in (r for r in BLOCK_RS if least <= r <= widest):
         # a second buffer is for a second block
         for stages in (2, 4, 1) if columns > 2 * block_r else (2, 1) if columns > block_r else (1,):
             found = {"block_r": block_r, "lora_stages": stages}

@@ -209,6 +209,7 @@ def launch_specialized(
     is_dependent: bool,
     exchange: int,
     most_ranks: int,
+    columns: int,
     v_split_k: int,
     shrink_r: int,
     shrink_k: int,
@@ -271,7 +272,7 @@ def launch_specialized(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BLOCK_R=block_r,
-        RANKS=columns_of_adapter(most_ranks),
+        RANKS=columns,
         STAGES=num_stages,
         BUFFERS=lora_stages,
         IS_SETTLED=is_settled,
@@ -284,11 +285,6 @@ def launch_specialized(
         **({"maxnreg": 65536 // (threads * occupancy)} if occupancy > 1 else {}),
         **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
-
-
-def columns_of_adapter(most_ranks: int) -> int:
-    """Columns that each adapter has in a block, of those of a pool with up to this many ranks."""
-    return max(8, 1 << (most_ranks - 1).bit_length())
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

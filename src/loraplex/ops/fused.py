@@ -167,7 +167,7 @@ def _run_specialized(
     x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, shrink: Config, config: Config
 ) -> Tensor:
     _check_specialized(x, weight, routed)
-    from loraplex.kernels.specialized import columns_of_adapter, launch_specialized
+    from loraplex.kernels.specialized import launch_specialized
 
     block_m = min(config["block_m"], routed.tile_m)
     block_n, split_k = config["block_n"], config["split_k"]
@@ -177,7 +177,8 @@ def _run_specialized(
     )
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     most_ranks = -(-routed.layout.max_rank // 8) * 8
-    if columns_of_adapter(most_ranks) > config["block_r"]:
+    columns = columns_of_adapter(most_ranks)
+    if columns > config["block_r"]:
         raise UnsupportedImplError(
             "is_specialized needs a block_r of at least max_rank, rounded up to a power of two; "
             f"got {config['block_r']} and {most_ranks}"
@@ -207,6 +208,7 @@ def _run_specialized(
         is_dependent=has_dependent_launch(x.device),
         exchange=PER_STREAM,
         most_ranks=most_ranks,
+        columns=columns,
         v_split_k=shrink["split_k"],
         shrink_r=shrink_rows_of(shrink, routed.layout.max_rank),
         shrink_k=shrink["block_k"],
@@ -222,6 +224,11 @@ def _run_specialized(
         num_stages=config["num_stages"],
     )
     return y
+
+
+def columns_of_adapter(max_rank: int) -> int:
+    """Columns that each adapter of a pool has in a block of the specialised launch."""
+    return max(8, 1 << (max_rank - 1).bit_length())
 
 
 def _check_specialized(x: Tensor, weight: Tensor, routed: Routed) -> None:
